@@ -35,8 +35,6 @@ TIE_RESOLUTION = 1e-10
 METRIC_NAMES = ("recall@1", "recall@5", "recall@10", "mrr", "ndcg@10")
 # Entries of the largest score block unless told otherwise: 2**22 float64 are 32 MiB.
 _BLOCK_ENTRIES = 2**22
-# Entries of the largest table of bootstrap draws: 2**21 int64 are 16 MiB.
-_BOOTSTRAP_ENTRIES = 2**21
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,81 +187,6 @@ def summarize(per_query: Mapping[str, np.ndarray]) -> dict[str, float]:
         if len(values) == 0:
             raise DataError(f"{name}: no queries to average; check data.eval")
     return {name: float(np.mean(values)) for name, values in per_query.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """A mean with its bootstrap confidence interval, in the unit of the values."""
-
-    mean: float
-    low: float
-    high: float
-
-
-def bootstrap_interval(
-    values: np.ndarray | Sequence[float],
-    *,
-    num_samples: int = 10_000,
-    seed: int = 0,
-    confidence: float = 0.95,
-) -> Interval:
-    """Percentile bootstrap of the mean (Efron and Tibshirani 1993, chapter 13).
-
-    Args:
-        values: one number a query, [Q].
-        num_samples: resamples of Q queries with replacement.
-        seed: the same seed gives the same interval.
-        confidence: mass between `low` and `high`, in (0, 1).
-
-    Raises:
-        DataError: no values. NonFiniteError: NaN or infinity among them.
-    """
-    values_Q = np.asarray(values, dtype=np.float64)
-    if values_Q.ndim != 1 or len(values_Q) == 0:
-        raise DataError(f"bootstrap: got values of shape {values_Q.shape}; expected [Q], Q >= 1")
-    if not np.isfinite(values_Q).all():
-        bad = int(np.flatnonzero(~np.isfinite(values_Q))[0])
-        raise NonFiniteError(f"bootstrap: the value of query {bad} is {values_Q[bad]}")
-    if num_samples < 1 or not 0.0 < confidence < 1.0:
-        raise ValueError(f"num_samples={num_samples} (>= 1), confidence={confidence} (0 < c < 1)")
-    rng = np.random.default_rng(seed)
-    num_queries = len(values_Q)
-    mean_S = np.empty(num_samples)
-    rows = max(1, _BOOTSTRAP_ENTRIES // num_queries)
-    for start in range(0, num_samples, rows):
-        count = min(rows, num_samples - start)
-        drawn = rng.integers(0, num_queries, size=(count, num_queries))
-        mean_S[start : start + count] = values_Q[drawn].mean(axis=1)
-    tail = (1.0 - confidence) / 2.0
-    low, high = np.quantile(mean_S, [tail, 1.0 - tail])
-    return Interval(float(values_Q.mean()), float(low), float(high))
-
-
-def paired_bootstrap(
-    before: np.ndarray | Sequence[float],
-    after: np.ndarray | Sequence[float],
-    *,
-    num_samples: int = 10_000,
-    seed: int = 0,
-    confidence: float = 0.95,
-) -> Interval:
-    """Interval of the mean of `after - before` over the same queries in the same order.
-
-    An interval that does not hold 0 is a change beyond what this choice of queries explains.
-    Resampling differences rather than both sides is what makes the test paired.
-
-    Raises:
-        DataError: different numbers of queries, or none. NonFiniteError: NaN or infinity.
-    """
-    before_Q, after_Q = np.asarray(before, np.float64), np.asarray(after, np.float64)
-    if before_Q.shape != after_Q.shape:
-        raise DataError(
-            f"paired bootstrap: {before_Q.shape} values before and {after_Q.shape} after; "
-            "expected the same queries on both sides"
-        )
-    return bootstrap_interval(
-        after_Q - before_Q, num_samples=num_samples, seed=seed, confidence=confidence
-    )
 
 
 def _pairs(

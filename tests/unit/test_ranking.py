@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from pixelrag.errors import DataError, NonFiniteError
+from pixelrag.evaluate.bootstrap import bootstrap_interval, paired_bootstrap
 from pixelrag.evaluate.ranking import (
     METRIC_NAMES,
-    bootstrap_interval,
     ndcg_at,
-    paired_bootstrap,
     per_query_metrics,
     rank_of_positives,
     rank_relevant,

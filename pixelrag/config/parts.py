@@ -1,0 +1,173 @@
+"""The sections that several jobs share. Paths are relative to the working directory."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from pixelrag.config.ds_file import DeepSpeedFileError, read_deepspeed_file
+from pixelrag.config.section import Section
+
+EngineName = Literal["ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2"]
+
+
+class ModelConfig(Section):
+    name_or_path: str = Field(min_length=1)
+    """Folder, Hugging Face name, or package:NAME/FOLDER for a folder of an installed package."""
+    random_init: bool = False
+    """Take the architecture of config.json alone, with fresh weights."""
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
+    """auto: flash_attention_2 on CUDA where it is installed, else sdpa."""
+    pooling: Literal["auto", "mean", "cls", "last"] = "auto"
+    """auto: what the model's folder says, else mean for encoders, last for decoders."""
+    query_instruction: str | None = None
+    """Instruction put to queries; null = the default of the model's kind."""
+    document_instruction: str | None = None
+    """Instruction put to documents; null = the default of the model's kind."""
+    query_max_length: int = Field(512, ge=1)
+    """Tokens of a query, at most (the model's own limit caps it)."""
+    document_max_length: int = Field(8192, ge=1)
+    """Tokens of a document, at most (the model's own limit caps it)."""
+    max_visual_tokens: int = Field(1280, ge=4)
+    """Tokens an image may become; larger images are scaled down."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    trust_remote_code: bool = False
+    """Run Python code that the model's folder brings along."""
+
+
+class LoraConfig(Section):
+    enabled: bool = False
+    """Train low-rank adapters and freeze the model itself."""
+    r: int = Field(32, ge=1)
+    """Rank of the adapters."""
+    alpha: float = Field(32, gt=0)
+    """Adapters are scaled by alpha / r."""
+    dropout: float = Field(0.05, ge=0, lt=1)
+    """Dropout in front of the adapters."""
+    target_modules: list[str] | None = None
+    """Names of the layers to adapt; null = attention projections of the model's family."""
+    vision: bool = False
+    """Adapt attention and MLP of the vision tower as well."""
+
+
+class DataConfig(Section):
+    train: list[str] = Field(min_length=1)
+    """JSONL files of (query, document) rows."""
+    eval: list[str] = Field(default_factory=list)
+    """Held-out JSONL files of the same form."""
+    bad_rows: Literal["error", "skip"] = "error"
+    """error: refuse to start on a bad row; skip: train without it and say how many there are."""
+    num_hard_negatives: int | None = Field(None, ge=0)
+    """Use at most this many hard negatives of a row; null = all."""
+    num_workers: int = Field(0, ge=0)
+    """Processes a rank uses to prepare batches; 0 = none beside itself."""
+    drop_last: bool = False
+    """Leave out an epoch's last batch where it is smaller than the others."""
+
+    @field_validator("train", "eval", mode="before")
+    @classmethod
+    def _one_path(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("train", "eval")
+    @classmethod
+    def _no_empty_path(cls, value: list[str]) -> list[str]:
+        if any(not path.strip() for path in value):
+            raise PydanticCustomError("empty_path", "paths that are not empty")
+        return value
+
+
+class OptimConfig(Section):
+    learning_rate: float = Field(2e-5, gt=0)
+    """Peak learning rate of AdamW."""
+    weight_decay: float = Field(0.01, ge=0)
+    """Decoupled decay; norms, biases and the temperature are spared."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """AdamW's decay of the first moment."""
+    beta2: float = Field(0.999, ge=0, lt=1)
+    """AdamW's decay of the second moment."""
+    epsilon: float = Field(1e-8, gt=0)
+    """AdamW's epsilon."""
+    max_grad_norm: float | None = Field(1.0, ge=0)
+    """Clip the global gradient norm to this; null or 0 = off."""
+    scheduler: Literal["cosine", "linear", "constant"] = "cosine"
+    """Course of the learning rate after the warm-up."""
+    warmup_ratio: float = Field(0.05, ge=0, lt=1)
+    """Share of all steps over which the learning rate rises linearly."""
+    warmup_steps: int | None = Field(None, ge=0)
+    """Warm-up in steps; wins over warmup_ratio."""
+    max_steps: int | None = Field(None, ge=1)
+    """Optimizer steps to train (this or num_epochs)."""
+    num_epochs: float | None = Field(None, gt=0)
+    """Passes over the training rows, fractions allowed (this or max_steps)."""
+
+
+class EngineConfig(Section):
+    name: EngineName = "ddp"
+    """ddp (plain data parallel), zero0 .. zero3 (DeepSpeed stages) or fsdp2."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """bf16 keeps fp32 master weights and adds up gradients in fp32."""
+    grad_sync: Literal["auto", "deferred", "per_chunk"] = "auto"
+    """deferred: one reduction a step; per_chunk: less memory, more traffic."""
+    params: Literal["auto", "resident", "sharded"] = "auto"
+    """resident: gathered once a step; sharded: for every chunk anew (zero3, fsdp2)."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state in CPU memory."""
+    deepspeed: str | None = None
+    """A DeepSpeed JSON file; its ZeRO stage picks engine.name where that is not given."""
+    timeout_seconds: int = Field(600, ge=1)
+    """A collective that takes longer than this ends the run."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where there is one."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_file(cls, value: Any) -> Any:
+        """Take stage and offload from the DeepSpeed file where the job does not give them."""
+        if not isinstance(value, dict) or not isinstance(value.get("deepspeed"), str):
+            return value
+        try:
+            file = read_deepspeed_file(Path(value["deepspeed"]))
+        except DeepSpeedFileError:
+            return value  # reported below, at the field itself
+        return {"name": f"zero{file.stage}", "offload_optimizer": file.offload_optimizer} | value
+
+    @field_validator("deepspeed")
+    @classmethod
+    def _readable(cls, value: str | None) -> str | None:
+        if value is not None:
+            try:
+                read_deepspeed_file(Path(value))
+            except DeepSpeedFileError as error:
+                raise PydanticCustomError(
+                    "deepspeed_file", "{expected}", {"expected": str(error)}
+                ) from error
+        return value
+
+
+class CheckpointConfig(Section):
+    every_steps: int | None = Field(None, ge=1)
+    """Write a checkpoint every so many steps; null = only at the end."""
+    keep_last: int = Field(3, ge=1)
+    """Checkpoints to keep."""
+    resume: str = "auto"
+    """auto: from the newest complete checkpoint of output_dir; never; or a checkpoint's folder."""
+    save_optimizer: bool = True
+    """Save what an exact resume needs; false = weights only."""
+    best_metric: str = "eval/ndcg@10"
+    """The held-out figure by which best/ is chosen."""
+
+
+class LoggingConfig(Section):
+    every_steps: int = Field(10, ge=1)
+    """Log every so many steps."""
+    tensorboard: bool = False
+    """Also write TensorBoard event files."""
+    wandb: bool = False
+    """Also report to Weights & Biases."""
+    trackio: bool = False
+    """Also report to trackio."""
+    progress: Literal["auto", "on", "off"] = "auto"
+    """Progress bar; auto: on a terminal."""

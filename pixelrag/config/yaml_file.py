@@ -1,0 +1,138 @@
+"""Reads and writes configuration as YAML, keeping the line on which each option stands.
+
+YAML 1.2's words are used, not 1.1's: `2e-5` is a number, `on` and `no` are texts. A key that
+stands twice is a mistake, and only plain data is ever built.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+
+from pixelrag.config.problems import Problem
+
+_WORDS = (
+    ("null", r"null|Null|NULL|~|", ["n", "N", "~", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?(0|[1-9][0-9]*)", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+    ("merge", r"<<", ["<"]),
+)
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {}
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what either YAML 1.1 or the loader above would take for something else."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {
+        key: list(v) for key, v in yaml.SafeDumper.yaml_implicit_resolvers.items()
+    }
+
+
+for _tag, _pattern, _first in _WORDS:
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(
+            f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first
+        )
+
+
+@dataclass(slots=True)
+class YamlFile:
+    """A file's options, the place of each (`file line N` by path), and what is wrong with it."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    places: dict[tuple[str, ...], str] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def read_yaml(path: Path) -> YamlFile:
+    """Read one configuration file; nothing is raised, all that is wrong is in `problems`."""
+    result = YamlFile()
+    name = str(path)
+    try:
+        text = path.read_text("utf-8-sig")
+    except OSError as error:
+        result.problems.append(
+            Problem("--config", f"got {name}, expected a readable YAML file ({error.strerror})")
+        )
+        return result
+    except UnicodeDecodeError as error:
+        result.problems.append(
+            Problem("--config", f"got {name}, expected UTF-8 (byte {error.start} is not)")
+        )
+        return result
+    loader = _Loader(text)
+    try:
+        root = loader.get_single_node()
+        content = None if root is None else loader.construct_document(root)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{name} line {mark.line + 1}" if mark else name
+        result.problems.append(Problem("--config", f"no valid YAML: {error.problem}", where))
+        return result
+    except yaml.YAMLError as error:
+        result.problems.append(Problem("--config", f"no valid YAML: {error}", name))
+        return result
+    finally:
+        loader.dispose()
+    if content is None:
+        return result
+    if not isinstance(content, dict):
+        result.problems.append(
+            Problem("--config", f"got a {type(content).__name__}, expected options by name", name)
+        )
+        return result
+    _note_places(root, (), name, result)
+    # The names that are no text were reported; they can name no option.
+    result.values = {key: value for key, value in content.items() if isinstance(key, str)}
+    return result
+
+
+def _note_places(node: yaml.Node, path: tuple[str, ...], name: str, result: YamlFile) -> None:
+    """Note each key's line, and report keys that stand twice or are no texts."""
+    if not isinstance(node, yaml.MappingNode) or len(path) > 2:
+        return
+    own: dict[str, int] = {}
+    for key_node, value_node in node.value:
+        line = key_node.start_mark.line + 1
+        where = f"{name} line {line}"
+        if not isinstance(key_node, yaml.ScalarNode) or not key_node.tag.endswith(
+            (":str", ":merge")
+        ):
+            shown = ".".join((*path, str(key_node.value)))
+            result.problems.append(
+                Problem(shown, "expected a name, got another kind of key", where)
+            )
+            continue
+        key = key_node.value
+        here = (*path, key)
+        if key in own:
+            result.problems.append(
+                Problem(".".join(here), f"stands twice, first on line {own[key]}", where)
+            )
+        own[key] = line
+        result.places[here] = where
+        _note_places(value_node, here, name, result)
+
+
+def parse_yaml_list(text: str) -> Any:
+    """Parse a flag's `[a, b]`; text that is no valid YAML comes back as it is."""
+    try:
+        return yaml.load(text, _Loader)  # noqa: S506 - _Loader is a SafeLoader
+    except yaml.YAMLError:
+        return text
+
+
+def write_yaml(values: Mapping[str, Any]) -> str:
+    """Plain data as YAML text that `read_yaml` reads back unchanged."""
+    return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)

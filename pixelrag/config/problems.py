@@ -121,14 +121,18 @@ def describe(field: FieldInfo) -> str:
     bounds = ""
     for item in field.metadata:
         if isinstance(item, annotated_types.Ge):
-            bounds += f" of {item.ge:g} or more"
+            bounds += f" of {_number(item.ge)} or more"
         elif isinstance(item, annotated_types.Gt):
-            bounds += f" above {item.gt:g}"
+            bounds += f" above {_number(item.gt)}"
         elif isinstance(item, annotated_types.Lt):
-            bounds += f"{' and' if bounds else ''} below {item.lt:g}"
+            bounds += f"{' and' if bounds else ''} below {_number(item.lt)}"
         elif isinstance(item, annotated_types.MinLen):
             bounds += " that is not empty"
     return _type_in_words(field.annotation, bounds)
+
+
+def _number(value: Any) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def _type_in_words(annotation: Any, bounds: str = "") -> str:

@@ -1,0 +1,163 @@
+"""The command table. Everything a command needs is imported once it is chosen, never for `--help`.
+
+`pixelrag X`, `python -m pixelrag X`, and both under torchrun and the deepspeed launcher, end here.
+The launchers' own flags are dropped: rank and world are read from the environment alone.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+from pixelrag.errors import ConfigError, PixelragError
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command: what it does in a line, its handler's module, and how its arguments are read.
+
+    With `config` the arguments are options of the contrastive job (and the flags named in `own`)
+    and the handler gets the built configuration, else it gets the arguments as they stand.
+    """
+
+    summary: str
+    module: str
+    config: bool = False
+    own: tuple[str, ...] = ()
+
+
+COMMANDS = {
+    "contrastive": Command(
+        "train a retriever on (query, document) rows", "pixelrag.train.contrastive", config=True
+    ),
+    "validate": Command(
+        "check a configuration and every row of its data", "pixelrag.validate", config=True
+    ),
+    "verify": Command(
+        "prove on this machine that the gradients are those of the full batch",
+        "pixelrag.verify.command",
+    ),
+    "eval": Command(
+        "measure a model on data.eval without training",
+        "pixelrag.evaluate.command",
+        config=True,
+        own=("output",),
+    ),
+    "demo": Command("run a job on real data that needs no download", "pixelrag.demo"),
+}
+DEMOS = {"contrastive": "pixelrag.demo.contrastive"}
+
+_WIDTH = max(len(name) for name in COMMANDS)
+USAGE = f"""\
+usage: pixelrag COMMAND [arguments]      (also python -m pixelrag, torchrun -m pixelrag)
+
+Trains visual and textual retrievers with the exact gradients of very large batches.
+
+commands
+{chr(10).join(f"  {name:<{_WIDTH}}  {command.summary}" for name, command in COMMANDS.items())}
+
+  pixelrag COMMAND --help   what the command takes
+  pixelrag --version        the version
+  --debug                   (anywhere) show the traceback of an error
+
+exit codes
+  0 done   1 fault of pixelrag   2 configuration   3 data   4 model   5 checkpoint
+  6 engine   7 loss or gradient not finite   8 index   9 provenance
+"""
+
+
+def strip_launcher_flags(argv: Sequence[str]) -> list[str]:
+    """`argv` without the launchers' `--local_rank=N`, which stands before the command's name."""
+    kept: list[str] = []
+    words = iter(argv)
+    for word in words:
+        if word in ("--local_rank", "--local-rank"):
+            next(words, None)
+        elif not word.startswith(("--local_rank=", "--local-rank=")):
+            kept.append(word)
+    return kept
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line and return the exit code; errors of the user's are told in one message."""
+    words = strip_launcher_flags(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in words
+    words = [word for word in words if word != "--debug"]
+    try:
+        return _run(words)
+    except PixelragError as error:
+        if debug:
+            raise
+        sys.stderr.write(f"{_who()}error: {error}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        sys.stderr.write(f"{_who()}interrupted\n")
+        return 130
+    except BrokenPipeError:
+        # The reader of our output went away (`| head`); the interpreter must not flush into it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _who() -> str:
+    """Who speaks: with several ranks their messages mix on one terminal."""
+    many = os.environ.get("WORLD_SIZE", "1") != "1"
+    return f"pixelrag: [rank {os.environ.get('RANK', '?')}] " if many else "pixelrag: "
+
+
+def _run(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        sys.stdout.write(USAGE)
+        return 0 if words else ConfigError.exit_code
+    if words[0] in ("-V", "--version", "version"):
+        from pixelrag import __version__
+
+        sys.stdout.write(f"pixelrag {__version__}\n")
+        return 0
+    name, arguments = words[0], words[1:]
+    if name not in COMMANDS:
+        raise ConfigError(_unknown_command(name))
+    command = COMMANDS[name]
+    if name == "demo":
+        return _run_demo(arguments)
+    if not command.config:
+        return import_module(command.module).main(arguments)
+    return _run_configured(name, command, arguments)
+
+
+def _unknown_command(name: str) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(name, COMMANDS, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return f"got command {name!r}, expected one of {', '.join(COMMANDS)}{hint}"
+
+
+def _run_demo(arguments: list[str]) -> int:
+    if arguments and arguments[0] in ("-h", "--help"):
+        sys.stdout.write(f"usage: pixelrag demo {{{','.join(DEMOS)}}} [--help]\n")
+        return 0
+    job = arguments[0] if arguments else "nothing"
+    if job not in DEMOS:
+        raise ConfigError(f"got demo {job!r}, expected one of {', '.join(DEMOS)}")
+    return import_module(DEMOS[job]).main(arguments[1:])
+
+
+def _run_configured(name: str, command: Command, arguments: list[str]) -> int:
+    from pixelrag.config.contrastive import ContrastiveConfig
+
+    if "--help" in arguments or "-h" in arguments:
+        from pixelrag.config.help import help_text
+
+        sys.stdout.write(
+            help_text(f"pixelrag {name}", command.summary, ContrastiveConfig, command.own)
+        )
+        return 0
+    from pixelrag.config.base import load
+
+    config, own = load(ContrastiveConfig, arguments, command.own)
+    handler = import_module(command.module).main
+    return (handler(config, own) if command.own else handler(config)) or 0

@@ -1,0 +1,44 @@
+"""The `--help` of a command that takes a job's configuration: every option, default and meaning."""
+
+from collections.abc import Sequence
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from pixelrag.config.flags import SHORTCUTS
+from pixelrag.config.problems import describe, options_of
+from pixelrag.config.yaml_file import write_yaml
+
+
+def help_text(
+    program: str, summary: str, config_class: type[BaseModel], own: Sequence[str] = ()
+) -> str:
+    """The help text of `program`, its options grouped by section, at most 100 columns wide."""
+    own_usage = "".join(f" [--{name} FILE]" for name in own)
+    lines = [
+        f"usage: {program} [--config FILE ...]{own_usage} [--SECTION.OPTION VALUE ...]",
+        "",
+        f"{summary[0].upper()}{summary[1:]}.",
+        "",
+        "Files are read in order, later ones win, flags win over files. Lists are written",
+        "[a, b] or a,b; true and false are spelled out; null is nothing.",
+        *(f"--{short} VALUE is short for --{path} VALUE." for short, path in SHORTCUTS.items()),
+    ]
+    section = None
+    for path, field in options_of(config_class).items():
+        here = path.rpartition(".")[0]
+        if here != section:
+            lines += ["", here or "the run"]
+            section = here
+        lines += _option(path, field)
+    return "\n".join(lines) + "\n"
+
+
+def _option(path: str, field: FieldInfo) -> list[str]:
+    default = "required" if field.is_required() else f"default {_default(field)}"
+    return [f"  --{path}  {describe(field)}  ({default})", f"      {field.description}"]
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True)
+    return write_yaml({"v": value}).removeprefix("v: ").strip()

@@ -1,0 +1,1 @@
+"""Training: the one loop and its parts, each usable alone."""

@@ -1,0 +1,242 @@
+"""What one line of a data file means: PixelRAG's JSONL and its text form.
+
+A row asks for one document and may name documents that look right and are not:
+
+    {"query": "...", "chunk_path": "tiles/7.png", "neg_chunk_paths": ["tiles/9.png"]}
+    {"query": "...", "passage": "...",            "neg_passages": ["..."]}
+
+Both kinds may stand in one file. Paths are relative to the file they stand in. `null`, `[]` and a
+missing key all mean "none". Every other key is ignored, so that PixelRAG's own files (which also
+carry `source_dataset`, `retrieve_top20`, `positive_score`, ...) are read as they are.
+
+Nothing here opens an image: see `pixelrag.data.images`.
+"""
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+from pixelrag.errors import DataError
+
+BOM = b"\xef\xbb\xbf"
+# JSON can spell characters that no tokenizer, file system or UTF-8 encoder takes.
+_UNUSABLE = re.compile("[\x00\ud800-\udfff]")
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A passage of text or the path of an image: exactly one of the two.
+
+    `key` tells documents apart without opening them: "text:" and a hash of the passage, or "image:"
+    and the absolute path. Equal keys mean the same document, in any row of any file.
+    """
+
+    text: str | None
+    image: Path | None
+    key: str
+
+    def __post_init__(self) -> None:
+        if (self.text is None) == (self.image is None):
+            raise ValueError(f"Document {self.key!r}: give exactly one of text and image")
+
+    @classmethod
+    def of_text(cls, text: str) -> "Document":
+        """The document that consists of this passage."""
+        digest = blake2b(text.encode("utf-8"), digest_size=16).hexdigest()
+        return cls(text=text, image=None, key=f"text:{digest}")
+
+    @classmethod
+    def of_image(cls, path: str | os.PathLike[str]) -> "Document":
+        """The document that this image file shows; the path is made absolute, not opened."""
+        # abspath also removes "..", so that two spellings of a path are one document.
+        image = Path(os.path.abspath(path))
+        return cls(text=None, image=image, key=f"image:{image}")
+
+
+@dataclass(frozen=True, slots=True)
+class PairRow:
+    """A query, the document that answers it, and the hard negatives in the order of the file.
+
+    `sample_id` ("train.jsonl:12", lines counted from 1) is what errors name.
+    """
+
+    query: str
+    positive: Document
+    negatives: tuple[Document, ...]
+    sample_id: str
+
+
+class RowError(DataError):
+    """A line that is no usable row.
+
+    Attributes:
+        reasons: everything that is wrong with it, each a sentence for the user.
+        images: the images that it names all the same, so that a caller can check them as well and
+            report the whole row at once.
+    """
+
+    def __init__(self, where: str, reasons: list[str], images: list[Path] | None = None) -> None:
+        super().__init__(f"{where}: " + "; ".join(reasons))
+        self.reasons = reasons
+        self.images = images or []
+
+
+def decode_line(raw: bytes, file: Path, line: int) -> object:
+    """The JSON value of one line (without its line ending).
+
+    Raises:
+        RowError: not UTF-8, not JSON, or an object that names a key twice (of which Python's
+            parser silently keeps the last).
+    """
+    where = f"{file}:{line}"
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        hint = "; the file looks like UTF-16, save it as UTF-8" if b"\x00" in raw else ""
+        reason = f"not UTF-8: byte 0x{raw[error.start]:02x} at byte {error.start + 1}{hint}"
+        raise RowError(where, [reason]) from error
+    repeated: list[str] = []
+
+    def keep_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        seen: dict[str, object] = {}
+        for key, value in pairs:
+            if key in seen and key not in repeated:
+                repeated.append(key)
+            seen[key] = value
+        return seen
+
+    try:
+        value = json.loads(text, object_pairs_hook=keep_once)
+    except json.JSONDecodeError as error:
+        reason = f"not valid JSON: {error.msg} at column {error.colno}"
+        raise RowError(where, [reason]) from error
+    except (ValueError, RecursionError) as error:
+        # A number of thousands of digits, or thousands of nested brackets.
+        raise RowError(where, [f"not valid JSON: {error}"]) from error
+    if repeated:
+        names = ", ".join(map(_show, repeated))
+        raise RowError(where, [f"names the key {names} more than once; keep one"])
+    return value
+
+
+def parse_row(obj: object, file: Path, line: int, *, label: str | None = None) -> PairRow:
+    """Turn the JSON value of one line into a row; no file is opened.
+
+    Args:
+        obj: the decoded line, see `decode_line`.
+        file: the file it stands in; relative image paths start from its folder.
+        line: its line number, from 1.
+        label: name of the file in `sample_id` (default: the file's own name).
+
+    Negatives named twice in a row are kept once, since the second would only double the weight of
+    the first in the softmax.
+
+    Raises:
+        RowError: listing everything that is wrong with the row.
+    """
+    where = f"{file}:{line}"
+    if not isinstance(obj, dict):
+        raise RowError(where, [f"a row is a JSON object, got {_kind(obj)}"])
+    reasons: list[str] = []
+    query = _text(obj.get("query"), "query", reasons)
+    passage, chunk_path = obj.get("passage"), obj.get("chunk_path")
+    positive: Document | None = None
+    if passage is not None and chunk_path is not None:
+        reasons.append("has both passage and chunk_path; a row has one positive document")
+    elif passage is None and chunk_path is None:
+        keys = ", ".join(map(_show, list(obj)[:12])) or "no key at all"
+        reasons.append(f"has neither passage nor chunk_path; it has {keys}")
+    elif passage is not None:
+        positive = _document(passage, "passage", file, reasons)
+    else:
+        positive = _document(chunk_path, "chunk_path", file, reasons)
+
+    negatives: dict[str, Document] = {}
+    for name, partner in (("neg_passages", "passage"), ("neg_chunk_paths", "chunk_path")):
+        found = _negatives(obj.get(name), name, file, reasons)
+        if found and obj.get(partner) is None:
+            reasons.append(f"has {name} without {partner}; the two go together")
+        negatives |= {document.key: document for document in found}
+    if positive is not None and positive.key in negatives:
+        reasons.append("names its positive document among its negatives")
+    if reasons or query is None or positive is None:
+        named = [positive, *negatives.values()]
+        images = [document.image for document in named if document and document.image]
+        raise RowError(where, reasons, images)
+    return PairRow(query, positive, tuple(negatives.values()), f"{label or file.name}:{line}")
+
+
+def parse_corpus_entry(obj: object, file: Path, line: int) -> tuple[str, Document]:
+    """Turn one line of a corpus, `{"id", "text"}` or `{"id", "chunk_path"}`, into id and document.
+
+    Raises:
+        RowError: listing everything that is wrong with the entry.
+    """
+    where = f"{file}:{line}"
+    if not isinstance(obj, dict):
+        raise RowError(where, [f"an entry is a JSON object, got {_kind(obj)}"])
+    reasons: list[str] = []
+    identity = obj.get("id")
+    if isinstance(identity, int) and not isinstance(identity, bool):
+        identity = str(identity)
+    identity = _text(identity, "id", reasons)
+    named = [name for name in ("text", "chunk_path") if obj.get(name) is not None]
+    document: Document | None = None
+    if len(named) == 1:
+        document = _document(obj[named[0]], named[0], file, reasons)
+    else:
+        reasons.append("has " + ("both" if named else "neither") + " of text and chunk_path")
+    if reasons or identity is None or document is None:
+        images = [document.image] if document and document.image else []
+        raise RowError(where, reasons, images)
+    return identity, document
+
+
+def _document(value: object, name: str, file: Path, reasons: list[str]) -> Document | None:
+    text = _text(value, name, reasons)
+    if text is None:
+        return None
+    if name.startswith(("chunk_path", "neg_chunk_paths")):
+        return Document.of_image(file.parent / text)
+    return Document.of_text(text)
+
+
+def _negatives(value: object, name: str, file: Path, reasons: list[str]) -> list[Document]:
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        reasons.append(f"{name} is a list of strings, got {_kind(value)}")
+        return []
+    found = [_document(item, f"{name}[{i}]", file, reasons) for i, item in enumerate(value)]
+    return [document for document in found if document is not None]
+
+
+def _text(value: object, name: str, reasons: list[str]) -> str | None:
+    """The value when it is a usable string, else None and one more reason."""
+    if value is None:
+        reasons.append(f"{name} is missing")
+    elif not isinstance(value, str):
+        reasons.append(f"{name} is a string, got {_kind(value)}")
+    elif not value.strip():
+        reasons.append(f"{name} is empty")
+    elif bad := _UNUSABLE.search(value):
+        which = "a NUL" if bad.group() == "\x00" else f"half a surrogate pair {bad.group()!a}"
+        reasons.append(f"{name} contains {which} at character {bad.start() + 1}")
+    else:
+        return value
+    return None
+
+
+def _kind(value: object) -> str:
+    """A JSON value's kind and its beginning, for messages."""
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
+    kind = "null" if value is None else names.get(type(value), "a number")
+    return kind if value is None else f"{kind} ({_show(value)})"
+
+
+def _show(value: object) -> str:
+    text = json.dumps(value)  # ASCII only, so that any terminal and log takes it
+    return text if len(text) <= 40 else text[:37] + "..."

@@ -1,0 +1,207 @@
+"""One line of a data file: what is taken, what is refused, and that all faults are named."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pixelrag.data.schema import (
+    Document,
+    RowError,
+    decode_line,
+    parse_corpus_entry,
+    parse_row,
+)
+
+FILE = Path("/data/set/train.jsonl")
+
+
+def parse(row: object):
+    return parse_row(row, FILE, 12)
+
+
+def faults(row: object) -> list[str]:
+    with pytest.raises(RowError) as caught:
+        parse(row)
+    assert str(caught.value).startswith("/data/set/train.jsonl:12: ")
+    return caught.value.reasons
+
+
+def test_image_row_of_pixelrag_with_all_its_extra_keys():
+    row = parse(
+        {
+            "query": "a query",
+            "chunk_path": "tiles/../tiles/7.png",
+            "neg_chunk_paths": ["tiles/9.png", "/elsewhere/8.png"],
+            "source_dataset": "miniv8",
+            "retrieve_top20": [{"rank": 1, "path": "x", "score": 0.5, "article_id": 3}],
+            "positive_score": 0.9,
+        }
+    )
+    assert row.query == "a query"
+    assert row.sample_id == "train.jsonl:12"
+    assert row.positive.image == Path("/data/set/tiles/7.png")
+    assert row.positive.text is None
+    paths = [negative.image for negative in row.negatives]
+    assert paths == [Path("/data/set/tiles/9.png"), Path("/elsewhere/8.png")]
+
+
+def test_text_row_keeps_its_text_as_it_is():
+    row = parse({"query": " q ", "passage": "  p\n", "neg_passages": ["n1", "n2", "n3"]})
+    assert (row.query, row.positive.text) == (" q ", "  p\n")
+    assert [negative.text for negative in row.negatives] == ["n1", "n2", "n3"]
+    assert all(negative.image is None for negative in row.negatives)
+
+
+@pytest.mark.parametrize("none", [{}, {"neg_passages": None}, {"neg_passages": []}])
+def test_absent_null_and_empty_negatives_are_none(none):
+    row = parse({"query": "q", "passage": "p", "chunk_path": None, "neg_chunk_paths": []} | none)
+    assert row.negatives == ()
+
+
+def test_a_negative_named_twice_counts_once():
+    row = parse({"query": "q", "passage": "p", "neg_passages": ["b", "a", "b"]})
+    assert [negative.text for negative in row.negatives] == ["b", "a"]
+
+
+def test_key_is_one_a_document_and_tells_text_from_path():
+    assert Document.of_text("a").key == Document.of_text("a").key
+    assert Document.of_image("/d/a/../x.png").key == Document.of_image("/d/x.png").key
+    keys = [Document.of_text("/d/x.png"), Document.of_image("/d/x.png"), Document.of_text("a ")]
+    assert len({document.key for document in keys}) == 3
+
+
+@pytest.mark.parametrize(("text", "image"), [(None, None), ("t", Path("i"))])
+def test_a_document_is_one_of_text_and_image(text, image):
+    with pytest.raises(ValueError, match="exactly one"):
+        Document(text=text, image=image, key="k")
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ([1], "a row is a JSON object, got a list ([1])"),
+        (None, "a row is a JSON object, got null"),
+        ({"passage": "p"}, "query is missing"),
+        ({"query": None, "passage": "p"}, "query is missing"),
+        ({"query": " \t\n", "passage": "p"}, "query is empty"),
+        ({"query": 7, "passage": "p"}, "query is a string, got a number (7)"),
+        ({"query": True, "passage": "p"}, "query is a string, got a boolean (true)"),
+        ({"query": "q", "passage": ""}, "passage is empty"),
+        ({"query": "q", "chunk_path": " "}, "chunk_path is empty"),
+        ({"query": "q", "chunk_path": ["a"]}, 'chunk_path is a string, got a list (["a"])'),
+        ({"query": "q"}, 'has neither passage nor chunk_path; it has "query"'),
+        ({"query": "q", "passage": "p", "chunk_path": "c"}, "has both passage and chunk_path"),
+        ({"query": "q", "passage": "p", "neg_passages": "n"}, "neg_passages is a list of strings"),
+        ({"query": "q", "passage": "p", "neg_passages": ["n", 1]}, "neg_passages[1] is a string"),
+        ({"query": "q", "passage": "p", "neg_passages": ["n", ""]}, "neg_passages[1] is empty"),
+        ({"query": "q", "passage": "p", "neg_passages": ["p"]}, "its positive document among"),
+        (
+            {"query": "q", "chunk_path": "a.png", "neg_chunk_paths": ["./x/../a.png"]},
+            "its positive document among",
+        ),
+        (
+            {"query": "q", "passage": "p", "neg_chunk_paths": ["n.png"]},
+            "has neg_chunk_paths without chunk_path",
+        ),
+        ({"query": "a\x00b", "passage": "p"}, "query contains a NUL at character 2"),
+        ({"query": "q", "passage": "x\ud800"}, "passage contains half a surrogate pair '\\ud800'"),
+        ({"query": "q", "chunk_path": "a\x00"}, "chunk_path contains a NUL at character 2"),
+    ],
+)
+def test_one_fault(row, reason):
+    (found,) = faults(row)
+    assert reason in found
+
+
+def test_all_faults_of_a_row_are_named_at_once_with_the_images_left_to_check():
+    row = {"query": "", "chunk_path": "a.png", "neg_chunk_paths": [3, "b.png", "a.png"]}
+    with pytest.raises(RowError) as caught:
+        parse(row)
+    reasons = caught.value.reasons
+    for words, reason in zip(("query", "[0]", "positive"), reasons, strict=True):
+        assert words in reason
+    assert set(caught.value.images) == {Path("/data/set/a.png"), Path("/data/set/b.png")}
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        (b"{", "not valid JSON: "),
+        (b'{"query": "q"} x', "not valid JSON: Extra data at column 16"),
+        (b"{'query': 1}", "not valid JSON: "),
+        (b'{"query": "\xff"}', "not UTF-8: byte 0xff at byte 12"),
+        ('{"query": "q"}'.encode("utf-16"), "looks like UTF-16"),
+        (b'\xef\xbb\xbf{"query": "q"}', "BOM"),
+        (b'{"a": 1, "b": 2, "a": 3}', 'names the key "a" more than once'),
+        (b'{"a": {"x": 1, "x": 2}}', 'names the key "x" more than once'),
+        (b"[" * 100_000, "not valid JSON: "),
+        (b"1" * 10_000, "not valid JSON: "),
+    ],
+)
+def test_lines_that_do_not_decode(raw, reason):
+    with pytest.raises(RowError) as caught:
+        decode_line(raw, FILE, 3)
+    assert reason in caught.value.reasons[0]
+    assert str(caught.value).startswith("/data/set/train.jsonl:3: ")
+
+
+def test_corpus_entries():
+    assert parse_corpus_entry({"id": "a", "text": "t"}, FILE, 1) == ("a", Document.of_text("t"))
+    image = Document.of_image("/data/set/i.png")
+    assert parse_corpus_entry({"id": 7, "chunk_path": "i.png"}, FILE, 1) == ("7", image)
+    for entry, reason in [
+        ({"text": "t"}, "id is missing"),
+        ({"id": True, "text": "t"}, "id is a string"),
+        ({"id": "a"}, "has neither of text and chunk_path"),
+        ({"id": "a", "text": "t", "chunk_path": "c"}, "has both of text and chunk_path"),
+        ({"id": "a", "text": " "}, "text is empty"),
+        ("a", "an entry is a JSON object"),
+    ]:
+        with pytest.raises(RowError, match=reason):
+            parse_corpus_entry(entry, FILE, 1)
+
+
+# Any JSON value whatever, with the keys that matter made likely.
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(
+                ["query", "passage", "chunk_path", "neg_passages", "neg_chunk_paths", "x"]
+            ),
+            inner,
+            max_size=6,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@given(_json)
+def test_any_json_is_a_row_or_a_row_error(value):
+    raw = json.dumps(value).encode()
+    row, reasons = None, []
+    try:
+        row = parse_row(decode_line(raw, FILE, 1), FILE, 1)
+    except RowError as error:
+        reasons = error.reasons
+        str(error).encode()  # printable whatever the row held
+    assert (row is None) == bool(reasons)
+    if row is not None:
+        assert row.query.strip()
+        assert row.positive.key not in {negative.key for negative in row.negatives}
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_decode_or_raise_a_row_error(raw):
+    try:
+        expected = json.loads(raw.decode())
+    except ValueError:
+        with pytest.raises(RowError):
+            decode_line(raw, FILE, 1)
+    else:
+        assert repr(decode_line(raw, FILE, 1)) == repr(expected)  # repr: NaN is not itself

@@ -137,18 +137,24 @@ def _engine_conflicts(engine: EngineConfig) -> Iterator[Conflict]:
     if engine.deepspeed is None:
         return
     file = read_deepspeed_file(Path(engine.deepspeed))
-    if engine.name != f"zero{file.stage}":
+    if not engine.name.startswith("zero"):
+        yield Conflict(
+            ("engine.name", "engine.deepspeed"),
+            got=f"engine.name {engine.name} with engine.deepspeed {engine.deepspeed}",
+            remedy="set engine.name to one of zero0 to zero3, or engine.deepspeed to null",
+        )
+    elif file.stage is not None and engine.name != f"zero{file.stage}":
         yield Conflict(
             ("engine.name", "engine.deepspeed"),
             got=f"engine.name {engine.name} with {engine.deepspeed}, a file of stage {file.stage}",
             remedy=f"set engine.name to zero{file.stage}, or give another file or none",
         )
-    if engine.offload_optimizer != file.offload_optimizer:
+    if file.offload_optimizer not in (None, engine.offload_optimizer):
         says = "with" if file.offload_optimizer else "without"
         yield Conflict(
             ("engine.offload_optimizer", "engine.deepspeed"),
             got=f"engine.offload_optimizer {str(engine.offload_optimizer).lower()} with "
-            f"{engine.deepspeed}, a file {says} offload_optimizer",
+            f"{engine.deepspeed}, a file {says} it",
             remedy="leave engine.offload_optimizer to the file, or give another file",
         )
 

@@ -15,10 +15,13 @@ class DeepSpeedFileError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class DeepSpeedFile:
-    """The parts of a DeepSpeed file that decide `engine.name` and `engine.offload_optimizer`."""
+    """The parts of a DeepSpeed file that decide `engine.name` and `engine.offload_optimizer`.
 
-    stage: int
-    offload_optimizer: bool
+    None where the file says "auto" or nothing, and so leaves the choice to the job.
+    """
+
+    stage: int | None
+    offload_optimizer: bool | None
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -33,7 +36,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def read_deepspeed_file(path: Path) -> DeepSpeedFile:
     """Read stage and offload of the DeepSpeed file at `path`.
 
-    Raises `DeepSpeedFileError` where the file is missing, no JSON object, or has no stage 0 to 3.
+    Raises `DeepSpeedFileError` where the file is missing, no JSON object, or of an unknown stage.
     """
     try:
         content = json.loads(path.read_text("utf-8"), object_pairs_hook=_no_duplicates)
@@ -43,11 +46,17 @@ def read_deepspeed_file(path: Path) -> DeepSpeedFile:
         raise DeepSpeedFileError("a JSON file in UTF-8") from error
     except json.JSONDecodeError as error:
         raise DeepSpeedFileError(f"valid JSON (line {error.lineno}: {error.msg})") from error
-    zero = content.get("zero_optimization") if isinstance(content, dict) else None
-    stage = zero.get("stage") if isinstance(zero, dict) else None
-    if type(stage) is not int or stage not in range(4):
-        found = "none" if stage is None else repr(stage)
-        raise DeepSpeedFileError(f"a file with zero_optimization.stage 0 to 3 (it has {found})")
+    if not isinstance(content, dict):
+        raise DeepSpeedFileError(f"a JSON object (it holds a {type(content).__name__})")
+    zero = content.get("zero_optimization", {})
+    if not isinstance(zero, dict):
+        raise DeepSpeedFileError("a file whose zero_optimization is an object")
+    stage = zero.get("stage", "auto")
+    if stage != "auto" and (type(stage) is not int or stage not in range(4)):
+        raise DeepSpeedFileError(f"a file with zero_optimization.stage 0 to 3 (it has {stage!r})")
     offload = zero.get("offload_optimizer")
-    device = offload.get("device") if isinstance(offload, dict) else None
-    return DeepSpeedFile(stage, offload_optimizer=device not in (None, "none"))
+    device = offload.get("device", "auto") if isinstance(offload, dict) else "auto"
+    return DeepSpeedFile(
+        stage=None if stage == "auto" else stage,
+        offload_optimizer=None if device == "auto" else device != "none",
+    )

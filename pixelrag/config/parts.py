@@ -132,7 +132,12 @@ class EngineConfig(Section):
             file = read_deepspeed_file(Path(value["deepspeed"]))
         except DeepSpeedFileError:
             return value  # reported below, at the field itself
-        return {"name": f"zero{file.stage}", "offload_optimizer": file.offload_optimizer} | value
+        given: dict[str, Any] = {}
+        if file.stage is not None:
+            given["name"] = f"zero{file.stage}"
+        if file.offload_optimizer is not None:
+            given["offload_optimizer"] = file.offload_optimizer
+        return given | value
 
     @field_validator("deepspeed")
     @classmethod

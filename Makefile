@@ -1,0 +1,52 @@
+# Set-up, demo, tests and checks. Needs make and Python 3.11 or newer; everything else goes to .venv.
+#   make demo [JOB=contrastive] [ARGS=...]    install what is missing, run a job on real data
+#   make test [ARGS=...]                      install what is missing, run the tests
+#   make install | make lint
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint
+
+VENV ?= .venv
+JOB ?= contrastive
+ARGS ?=
+EXTRAS := cpu,demo,st,dev
+PYTHON ?= $(shell command -v python3.11 || command -v python3 || command -v python)
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.pixelrag-installed
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+# The stamp holds a hash of what decides the installation and is written last: a killed or outdated
+# installation does not match, and a second run installs nothing.
+install:
+	@wanted="$$(cat pyproject.toml constraints-cpu.txt Makefile <(pwd) | cksum)"; \
+	if [ "$$(cat $(STAMP) 2>/dev/null)" = "$$wanted" ]; then exit 0; fi; \
+	if [ -z "$(PYTHON)" ]; then \
+	  echo "make: no python found; install Python 3.11 or newer, or say make PYTHON=..." >&2; exit 1; fi; \
+	"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "make: $(PYTHON) is $$("$(PYTHON)" -V 2>&1), expected 3.11 or newer; say make PYTHON=..." >&2; exit 1; }; \
+	if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+	  "$(PYTHON)" -c 'import venv, ensurepip' 2>/dev/null || { \
+	    echo "make: $(PYTHON) cannot create environments (venv and ensurepip are missing);" \
+	      "on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }; \
+	  echo "Creating $(VENV) with $$("$(PYTHON)" -V)"; \
+	  "$(PYTHON)" -m venv --clear $(VENV); \
+	fi; \
+	rm -f $(STAMP); \
+	echo "Installing pixelrag-trainer[$(EXTRAS)] into $(VENV) (minutes the first time)"; \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint constraints-cpu.txt --editable '.[$(EXTRAS)]'; \
+	echo "$$wanted" > $(STAMP)
+
+demo: install
+	@$(BIN)/pixelrag demo $(JOB) $(ARGS)
+
+test: install
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: install
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/lint-imports

@@ -1,0 +1,188 @@
+"""One encoder for queries and documents: a Hugging Face backbone, pooling, a unit vector."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from pixelrag.errors import ModelError
+from pixelrag.models.pooling import PoolingMode, unit_embeddings
+from pixelrag.models.precision import keep_float64, recompute_contexts
+from pixelrag.models.vision_touch import VisionTouch
+
+
+class Embedder(nn.Module):
+    """Turns token ids, and for Qwen3-VL images, into unit vectors.
+
+    Build it with `pixelrag.models.load_embedder`; a float64 reference needs `dtype=torch.float64`
+    there rather than `.double()`, which would also widen the rotary tables.
+
+    Args:
+        backbone: transformers model without a head, or a `PeftModel` around one.
+        pooling: "mean", "cls" or "last".
+
+    Attributes:
+        backbone: as given.
+        pooling: as given.
+        has_vision: whether it takes `pixel_values`.
+    """
+
+    def __init__(self, backbone: nn.Module, pooling: PoolingMode) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.pooling = pooling
+        model = self.base_model
+        self.has_vision = model.config.model_type == "qwen3_vl"
+        self._touch: VisionTouch | None = None
+        self._takes_positions = False
+        if self.has_vision:
+            vision = model.config.vision_config
+            patch_values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+            self._touch = VisionTouch(model.visual, patch_values, vision.spatial_merge_size)
+            model.language_model.register_forward_pre_hook(self._touch, with_kwargs=True)
+        else:
+            # Only rotary models: learned tables differ in where they start to count.
+            rotary = any(name.endswith("rotary_emb") for name, _ in model.named_modules())
+            accepts = "position_ids" in inspect.signature(model.forward).parameters
+            self._takes_positions = rotary and accepts
+
+    @property
+    def base_model(self) -> PreTrainedModel:
+        """The transformers model itself, without PEFT's wrapper."""
+        if isinstance(self.backbone, PeftModel):
+            return self.backbone.get_base_model()
+        return self.backbone
+
+    @property
+    def embedding_dim(self) -> int:
+        """D of `emb_BD`."""
+        return self.base_model.config.get_text_config().hidden_size
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        pixel_values: torch.Tensor | None = None,
+        image_grid_thw: torch.Tensor | None = None,
+        num_images: torch.Tensor | None = None,
+        *,
+        touch_vision: bool = False,
+    ) -> torch.Tensor:
+        """Embed a batch.
+
+        Args:
+            input_ids: int64 [B, T].
+            attention_mask: 1 for real tokens, [B, T]; rotary models take either padding side.
+            pixel_values: float [patches of all images, values of a patch]; no rows = no image.
+            image_grid_thw: int64 [images, 3], frames, rows and columns of patches.
+            num_images: ignored; batches carry it so that they can be cut into chunks.
+            touch_vision: run the vision tower on a blank block that counts for nothing where the
+                batch has no image, so that its parameters take part in forward and backward.
+
+        Returns:
+            emb_BD of unit norm, float32 (float64 for a float64 model).
+
+        Raises:
+            ModelError: images for a text model.
+        """
+        inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
+        has_images = pixel_values is not None and len(pixel_values) > 0
+        if self.has_vision:
+            grid = image_grid_thw if has_images else None
+            inputs["position_ids"] = self._rope_positions(input_ids, attention_mask, grid)
+            if has_images:
+                inputs |= {"pixel_values": pixel_values, "image_grid_thw": image_grid_thw}
+        elif has_images:
+            raise ModelError(f"{type(self.base_model).__name__} takes no images, got pixel_values")
+        elif self._takes_positions:
+            inputs["position_ids"] = _text_positions(attention_mask)
+        touch = touch_vision and self.has_vision and not has_images
+        with keep_float64(self._dtype()), self._armed(touch):
+            output = self.backbone(**inputs, return_dict=True)
+            return unit_embeddings(output.last_hidden_state, attention_mask, self.pooling)
+
+    def blocks(self) -> list[nn.Module]:
+        """The units to shard or checkpoint, outermost, in the order of the forward pass:
+        vision blocks, then transformer layers."""
+        model = self.base_model
+        blocks: list[nn.Module] = []
+        inside: set[int] = set()
+        for module in model.modules():
+            if isinstance(module, GradientCheckpointingLayer) and id(module) not in inside:
+                blocks.append(module)
+                inside.update(id(child) for child in module.modules())
+        if not blocks:
+            # Older architectures: the layers are the longest list of equal modules.
+            lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
+            alike = [m for m in lists if len({type(child) for child in m}) == 1]
+            blocks = list(max(alike, key=len, default=[]))
+        return blocks
+
+    def enable_gradient_checkpointing(self) -> None:
+        """Recompute each block in the backward pass (non-reentrant, dropout replayed).
+
+        Raises:
+            ModelError: the architecture does not support it.
+        """
+        model = self.base_model
+        if not model.supports_gradient_checkpointing:
+            raise ModelError(
+                f"model.gradient_checkpointing: {type(model).__name__} does not support it; "
+                "set it false"
+            )
+        options: dict[str, Any] = {"use_reentrant": False}
+        if self._dtype() == torch.float64:
+            options["context_fn"] = recompute_contexts
+        model.activation_checkpointing_enable(options)
+        # Only reentrant checkpointing needs inputs that require gradients.
+        model.disable_input_require_grads()
+
+    def _dtype(self) -> torch.dtype:
+        return next(self.backbone.parameters()).dtype
+
+    @contextlib.contextmanager
+    def _armed(self, touch: bool) -> Iterator[None]:
+        if self._touch is None:
+            yield
+            return
+        self._touch.armed = touch
+        try:
+            yield
+        finally:
+            self._touch.armed = False
+
+    def _rope_positions(
+        self, input_ids: torch.Tensor, mask_BT: torch.Tensor, grid: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Positions [3, B, T] (time, row, column), computed anew for every batch.
+
+        The model's own bookkeeping keeps `rope_deltas` of the last image batch and, in some
+        releases, applies them to the next text batch (huggingface/transformers#44873).
+        """
+        if grid is None:
+            return _text_positions(mask_BT).expand(3, -1, -1)
+        # The model's loop reads single elements: on a GPU each would be a synchronisation.
+        ids_cpu, mask_cpu, grid_cpu = input_ids.cpu(), mask_BT.cpu(), grid.cpu()
+        model = self.base_model
+        is_image = (ids_cpu == model.config.image_token_id).int()
+        positions, _ = model.get_rope_index(
+            ids_cpu,
+            mm_token_type_ids=is_image,
+            image_grid_thw=grid_cpu,
+            attention_mask=mask_cpu,
+        )
+        return positions.to(input_ids.device)
+
+
+def _text_positions(mask_BT: torch.Tensor) -> torch.Tensor:
+    """Position of each real token among the real ones, int64 [B, T]; 0 at padding."""
+    mask_BT = mask_BT.long()
+    return (mask_BT.cumsum(1) - 1) * mask_BT

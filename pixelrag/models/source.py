@@ -1,0 +1,179 @@
+"""Where a model's files lie, and the small JSON files beside its weights that pixelrag reads."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import cached_file
+
+from pixelrag.errors import ModelError
+from pixelrag.models.pooling import POOLING_MODES, PoolingMode
+
+SETTINGS_FILE = "pixelrag.json"
+SETTINGS_FORMAT = 1
+ADAPTER_FILE = "adapter_config.json"
+_PACKAGE = "package:"
+
+# What sentence-transformers calls our modes, in its old (one flag each) and new spelling.
+_ST_FLAGS: dict[str, PoolingMode | None] = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_lasttoken": "last",
+    "pooling_mode_max_tokens": None,
+    "pooling_mode_mean_sqrt_len_tokens": None,
+    "pooling_mode_weightedmean_tokens": None,
+}
+_ST_MODES: dict[str, PoolingMode] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
+_ST_HARMLESS = ("Transformer", "Pooling", "Normalize")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model as the user named it, and where it is.
+
+    Attributes:
+        name: the user's spelling; goes into exported files, since it holds on other machines too.
+        location: a folder's path, or a Hugging Face name.
+    """
+
+    name: str
+    location: str
+
+    def file(self, filename: str) -> Path | None:
+        """The path of a file of the model (downloaded if need be), or None if it has no such."""
+        folder = Path(self.location)
+        if folder.is_dir():
+            return folder / filename if (folder / filename).is_file() else None
+        try:
+            found = cached_file(
+                self.location, filename, _raise_exceptions_for_missing_entries=False
+            )
+        except OSError as error:
+            raise not_found(self.name, error) from error
+        return None if found is None else Path(found)
+
+    def json(self, filename: str) -> Any:
+        """The parsed file, or None if the model has no such file.
+
+        Raises:
+            ModelError: the file is not JSON.
+        """
+        path = self.file(filename)
+        if path is None:
+            return None
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ModelError(f"{self.name}: {filename} is not JSON: {error}") from error
+
+
+def resolve_source(name: str) -> ModelSource:
+    """Turn `model.name_or_path` into a place.
+
+    `package:NAME/FOLDER` is a folder inside an installed Python package, found without running
+    any of the package's code. Anything else is a folder, or else a Hugging Face name.
+
+    Raises:
+        ModelError: the package is not installed or lacks the folder; or the name can only be a
+            path and no folder is there.
+    """
+    if name.startswith(_PACKAGE):
+        return ModelSource(name, str(_package_folder(name)))
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return ModelSource(name, str(path))
+    if path.exists():
+        raise ModelError(f"model.name_or_path {name!r} is a file; expected a model's folder")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or not name.strip():
+        raise ModelError(
+            f"model.name_or_path {name!r}: there is no such folder. Give a folder, a Hugging Face "
+            "name (owner/model) or package:NAME/FOLDER"
+        )
+    return ModelSource(name, name)
+
+
+def not_found(name: str, error: Exception) -> ModelError:
+    """The error for a model that neither this machine nor the Hub yields."""
+    reason = str(error).strip().splitlines() or [type(error).__name__]
+    return ModelError(
+        f"model.name_or_path {name!r} is no folder here and could not be fetched from Hugging "
+        f"Face: {reason[0]} Give a folder, or check the name, the network and your access rights"
+    )
+
+
+def _package_folder(name: str) -> Path:
+    package, _, inside = name.removeprefix(_PACKAGE).partition("/")
+    # A dotted name would make find_spec import the parent package.
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        raise ModelError(
+            f"model.name_or_path {name!r}: no Python package {package!r} is installed here; "
+            f"pip install {package.replace('_', '-')}, or give a folder"
+        )
+    roots = [Path(location) for location in spec.submodule_search_locations]
+    for root in roots:
+        if (root / inside).is_dir():
+            return root / inside
+    raise ModelError(f"model.name_or_path {name!r}: package {package} has no folder {inside!r}")
+
+
+def saved_settings(source: ModelSource) -> dict[str, Any]:
+    """Contents of an exported folder's `pixelrag.json`; empty for any other model.
+
+    Raises:
+        ModelError: written by a newer pixelrag.
+    """
+    settings = source.json(SETTINGS_FILE)
+    if settings is None:
+        return {}
+    if not isinstance(settings, dict) or settings.get("format") != SETTINGS_FORMAT:
+        got = settings.get("format") if isinstance(settings, dict) else type(settings).__name__
+        raise ModelError(
+            f"{source.name}: {SETTINGS_FILE} has format {got!r}, expected {SETTINGS_FORMAT}; "
+            "was it written by a newer pixelrag?"
+        )
+    return settings
+
+
+def declared_pooling(source: ModelSource) -> PoolingMode | None:
+    """Pooling that a sentence-transformers folder declares, or None where it declares none.
+
+    Raises:
+        ModelError: a mode, or a further layer such as Dense, that pixelrag cannot reproduce.
+    """
+    config = source.json("1_Pooling/config.json")
+    if config is None:
+        return None
+    if "pooling_mode" in config:
+        given = config["pooling_mode"]
+        modes = [given] if isinstance(given, str) else list(given)
+        known = [_ST_MODES.get(mode) for mode in modes]
+    else:
+        modes = [flag for flag in _ST_FLAGS if config.get(flag)]
+        known = [_ST_FLAGS[flag] for flag in modes]
+    if len(known) != 1 or known[0] is None:
+        raise ModelError(
+            f"{source.name} pools by {', '.join(modes) or 'nothing'} (1_Pooling/config.json); "
+            f"pixelrag pools by {', '.join(POOLING_MODES)}. Set model.pooling to train it with one"
+        )
+    kinds = [str(module.get("type")).split(".")[-1] for module in source.json("modules.json") or []]
+    extra = [kind for kind in kinds if kind not in _ST_HARMLESS]
+    if extra:
+        raise ModelError(
+            f"{source.name} puts {', '.join(extra)} behind the pooling (modules.json), which "
+            "pixelrag would drop. Set model.pooling to train it without"
+        )
+    return known[0]
+
+
+def declared_prompts(source: ModelSource) -> dict[str, str]:
+    """Prompts of a sentence-transformers folder by name (`query`, `document`), if it has any."""
+    config = source.json("config_sentence_transformers.json") or {}
+    prompts = config.get("prompts") or {}
+    if "document" not in prompts and "passage" in prompts:
+        prompts = prompts | {"document": prompts["passage"]}
+    return {name: text for name, text in prompts.items() if isinstance(text, str)}

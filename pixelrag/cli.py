@@ -85,7 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
     try:
-        return _run(words)
+        code = _run(words)
+        sys.stdout.flush()  # a reader that went away must be noticed here, not at exit
+        return code
     except PixelragError as error:
         if debug:
             raise

@@ -14,6 +14,8 @@ from pixelrag.config.yaml_file import parse_yaml_list
 # Flags that people expect at the top, and the options that they set.
 SHORTCUTS = {"deepspeed": "engine.deepspeed", "resume": "checkpoint.resume"}
 
+_NO_LIST = object()
+
 
 @dataclass(slots=True)
 class CommandLine:
@@ -72,11 +74,15 @@ def _take(
     elif name in own:
         line.own[name] = text
     else:
+        value = _value(text, options[path].annotation)
+        if value is _NO_LIST:
+            line.problems.append(Problem(flag, f"got {text!r}, expected a list as in [a, b]"))
+            return
         parts = tuple(path.split("."))
         target = line.values
         for part in parts[:-1]:
             target = target.setdefault(part, {})
-        target[parts[-1]] = _value(text, options[path].annotation)
+        target[parts[-1]] = value
         line.places[parts] = flag
 
 
@@ -94,6 +100,7 @@ def _value(text: str, annotation: Any) -> Any:
             return None
     if accepts(annotation, list):
         if text.lstrip().startswith("["):
-            return parse_yaml_list(text)
+            parsed = parse_yaml_list(text)
+            return _NO_LIST if parsed is None else parsed
         return [part.strip() for part in text.split(",") if part.strip()]
     return text

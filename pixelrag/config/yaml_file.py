@@ -74,6 +74,9 @@ def read_yaml(path: Path) -> YamlFile:
     loader = _Loader(text)
     try:
         root = loader.get_single_node()
+        # Building the content merges `<<` into the nodes: what was written is noted before.
+        if root is not None:
+            _note_places(root, (), name, result)
         content = None if root is None else loader.construct_document(root)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -92,7 +95,6 @@ def read_yaml(path: Path) -> YamlFile:
             Problem("--config", f"got a {type(content).__name__}, expected options by name", name)
         )
         return result
-    _note_places(root, (), name, result)
     # The names that are no text were reported; they can name no option.
     result.values = {key: value for key, value in content.items() if isinstance(key, str)}
     return result
@@ -106,13 +108,12 @@ def _note_places(node: yaml.Node, path: tuple[str, ...], name: str, result: Yaml
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
         where = f"{name} line {line}"
-        if not isinstance(key_node, yaml.ScalarNode) or not key_node.tag.endswith(
-            (":str", ":merge")
-        ):
-            shown = ".".join((*path, str(key_node.value)))
-            result.problems.append(
-                Problem(shown, "expected a name, got another kind of key", where)
-            )
+        if not isinstance(key_node, yaml.ScalarNode):
+            continue  # the loader refuses it, with its line
+        if not key_node.tag.endswith((":str", ":merge")):
+            shown = ".".join((*path, key_node.value))
+            kind = key_node.tag.rpartition(":")[2]
+            result.problems.append(Problem(shown, f"expected a name, got {kind} as a key", where))
             continue
         key = key_node.value
         here = (*path, key)
@@ -125,12 +126,13 @@ def _note_places(node: yaml.Node, path: tuple[str, ...], name: str, result: Yaml
         _note_places(value_node, here, name, result)
 
 
-def parse_yaml_list(text: str) -> Any:
-    """Parse a flag's `[a, b]`; text that is no valid YAML comes back as it is."""
+def parse_yaml_list(text: str) -> list[Any] | None:
+    """Parse a flag's `[a, b]`; None where the text is no list."""
     try:
-        return yaml.load(text, _Loader)  # noqa: S506 - _Loader is a SafeLoader
+        value = yaml.load(text, _Loader)  # noqa: S506 - _Loader is a SafeLoader
     except yaml.YAMLError:
-        return text
+        return None
+    return value if isinstance(value, list) else None
 
 
 def write_yaml(values: Mapping[str, Any]) -> str:

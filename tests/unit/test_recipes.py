@@ -1,0 +1,66 @@
+"""Every shipped YAML and DeepSpeed file is one that a run accepts."""
+
+from pathlib import Path
+
+import pytest
+
+from pixelrag.config.base import dump, load
+from pixelrag.config.contrastive import ContrastiveConfig
+from pixelrag.config.yaml_file import read_yaml
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+DS_FILES = sorted((ROOT / "ds_configs").glob("*.json"))
+
+
+def test_there_are_some():
+    assert len(RECIPES) >= 3
+    names = [path.stem for path in DS_FILES]
+    assert names == ["zero0", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload"]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_is_a_whole_configuration(path: Path):
+    config, _ = load(ContrastiveConfig, ["--config", str(path)])
+    # What a recipe sets is what the job gets: nothing is shadowed or lost on the way.
+    for name, values in read_yaml(path).values.items():
+        got = getattr(config, name)
+        for leaf, value in values.items() if isinstance(values, dict) else ():
+            expected = [value] if name == "data" and leaf in ("train", "eval") else value
+            assert getattr(got, leaf) == expected
+        if not isinstance(values, dict):
+            assert got == values
+    assert config.output_dir.startswith("runs/")
+    assert not config.model.trust_remote_code
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_names_no_path_of_one_machine(path: Path):
+    text = path.read_text()
+    assert "http" not in text
+    assert not any(word.startswith("/") for word in text.split())
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("path", DS_FILES, ids=lambda path: path.stem)
+def test_a_deepspeed_file_resolves_without_a_leftover(path: Path, bf16: bool, tmp_path: Path):
+    from pixelrag.engine.ds_config import read_ds_config, resolve
+
+    flags = ["--model.name_or_path=m", "--data.train=t", "--optim.max_steps=1"]
+    precision = f"--engine.precision={'bf16' if bf16 else 'fp32'}"
+    config, _ = load(ContrastiveConfig, [*flags, precision, "--deepspeed", str(path)])
+    assert config.engine.name == path.stem.partition("_")[0]
+    assert config.engine.offload_optimizer == path.stem.endswith("_offload")
+    resolved = resolve(
+        read_ds_config(path),
+        stage=int(config.engine.name[-1]),
+        world_size=2,
+        bf16=bf16,
+        per_chunk=False,
+        resident=False,
+        offload_optimizer=config.engine.offload_optimizer,
+    )
+    assert "'auto'" not in str(resolved)
+    assert resolved["gradient_clipping"] == 0.0
+    (tmp_path / "again.yaml").write_text(dump(config))
+    assert load(ContrastiveConfig, ["--config", str(tmp_path / "again.yaml")])[0] == config

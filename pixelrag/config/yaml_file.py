@@ -86,6 +86,9 @@ def read_yaml(path: Path) -> YamlFile:
     except yaml.YAMLError as error:
         result.problems.append(Problem("--config", f"no valid YAML: {error}", name))
         return result
+    except RecursionError:
+        result.problems.append(Problem("--config", "no valid YAML: nested too deeply", name))
+        return result
     finally:
         loader.dispose()
     if content is None:

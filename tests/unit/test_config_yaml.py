@@ -93,6 +93,15 @@ def test_unreadable_files(read, tmp_path):
     assert "No such file" in str(read_yaml(tmp_path / "gone.yaml").problems[0])
 
 
+def test_files_that_would_run_away(read, tmp_path):
+    assert "nested too deeply" in str(read("a: " + "[" * 20_000).problems[0])
+    assert read("a: &x {b: *x}\n").problems == []
+    path = tmp_path / "c.yaml"
+    path.write_text("model: &x {name_or_path: *x}\n")
+    with pytest.raises(ConfigError, match="expected a text"):
+        load(ContrastiveConfig, ["--config", str(path)])
+
+
 def test_a_section_whose_lines_are_all_commented_out(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text(

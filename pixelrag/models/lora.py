@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 
 from pixelrag.config.parts import LoraConfig
 from pixelrag.errors import ModelError
+from pixelrag.models.source import ModelSource
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
@@ -96,12 +97,15 @@ def apply_lora(
         lora_dropout=config.dropout,
         target_modules=target_pattern(backbone, config, has_vision=has_vision),
     )
-    model = get_peft_model(backbone, peft_config)
+    with warnings.catch_warnings():
+        # PEFT still asks transformers for names that it has renamed.
+        warnings.simplefilter("ignore", FutureWarning)
+        model = get_peft_model(backbone, peft_config)
     peft_config.base_model_name_or_path = base_name
     return model
 
 
-def load_adapter(backbone: nn.Module, folder: Path, name: str, base_name: str) -> PeftModel:
+def load_adapter(backbone: nn.Module, source: ModelSource, base_name: str) -> PeftModel:
     """Put a saved LoRA adapter into `backbone`, trainable.
 
     PEFT only warns about keys that do not fit and carries on without them, i.e. with an adapter
@@ -110,11 +114,14 @@ def load_adapter(backbone: nn.Module, folder: Path, name: str, base_name: str) -
     Raises:
         ModelError: it is no LoRA adapter, has no safetensors file, or does not fit the model.
     """
-    weights = folder / ADAPTER_WEIGHTS
-    if not weights.is_file():
+    name = source.name
+    weights = source.file(ADAPTER_WEIGHTS)
+    if weights is None:
         raise ModelError(f"{name} has adapter_config.json but no {ADAPTER_WEIGHTS} beside it")
     try:
-        model = PeftModel.from_pretrained(backbone, str(folder), is_trainable=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the keys that are compared below
+            model = PeftModel.from_pretrained(backbone, str(weights.parent), is_trainable=True)
         with safe_open(weights, framework="pt") as file:
             saved = set(file.keys())
     except Exception as error:  # PEFT and safetensors have no common base for what they raise

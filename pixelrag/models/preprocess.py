@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ class Preprocessor:
         query_instruction, document_instruction: for vision models the system message, for text
             models a prefix put to the text as it stands.
         query_max_length, document_max_length: tokens, template and instruction included.
+        extra_files: further files of the model by name, not used here but kept for its export.
 
     Raises:
         ModelError: vision models: see `ChatTemplate`.
@@ -43,6 +45,7 @@ class Preprocessor:
         document_instruction: str = "",
         query_max_length: int,
         document_max_length: int,
+        extra_files: Mapping[str, bytes] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.image_processor = image_processor
@@ -50,6 +53,7 @@ class Preprocessor:
         self.document_instruction = document_instruction
         self.query_max_length = query_max_length
         self.document_max_length = document_max_length
+        self.extra_files = dict(extra_files or {})
         tokenizer.padding_side = tokenizer.truncation_side = "right"
         self._query_chat: ChatTemplate | None = None
         self._document_chat: ChatTemplate | None = None
@@ -66,6 +70,14 @@ class Preprocessor:
     def has_vision(self) -> bool:
         """Whether documents may be images."""
         return self.image_processor is not None
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer, image processor and the kept files into an existing folder."""
+        self.tokenizer.save_pretrained(folder)
+        if self.image_processor is not None:
+            self.image_processor.save_pretrained(folder)
+        for name, content in self.extra_files.items():
+            (folder / name).write_bytes(content)
 
     @property
     def max_visual_tokens(self) -> int | None:

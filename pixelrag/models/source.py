@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,6 +105,20 @@ def not_found(name: str, error: Exception) -> ModelError:
         f"model.name_or_path {name!r} is no folder here and could not be fetched from Hugging "
         f"Face: {reason[0]} Give a folder, or check the name, the network and your access rights"
     )
+
+
+@contextlib.contextmanager
+def as_model_error(source: ModelSource) -> Iterator[None]:
+    """Turn whatever transformers and safetensors raise while reading a model into one error."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        if not Path(source.location).is_dir() and isinstance(error, OSError):
+            raise not_found(source.name, error) from error
+        reason = (str(error).strip().splitlines() or [""])[0] or type(error).__name__
+        raise ModelError(f"{source.name} ({source.location}) does not load: {reason}") from error
 
 
 def _package_folder(name: str) -> Path:

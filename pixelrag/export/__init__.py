@@ -1,0 +1,1 @@
+"""Writes trained models in forms that other tools load."""

@@ -1,0 +1,193 @@
+"""Writes a trained encoder as a Hugging Face folder.
+
+A full model loads with `AutoModel.from_pretrained(folder)`. Qwen3-VL keeps the form of the
+published checkpoints (architecture `Qwen3VLForConditionalGeneration`, keys `model.visual.*` and
+`model.language_model.*`), so it also loads under that name, as servers such as vLLM expect. A
+LoRA model becomes `adapter_config.json` and `adapter_model.safetensors`, which
+`PeftModel.from_pretrained(base, folder)` loads. Either way the tokenizer lies beside it, and
+`pixelrag.json` says how to pool and what to put to queries and documents.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors.torch import save_file
+from transformers import PreTrainedModel, Qwen3VLForConditionalGeneration
+
+import pixelrag
+from pixelrag.errors import CheckpointError
+from pixelrag.models import Embedder, Preprocessor
+from pixelrag.models.load import quiet, takes_pooling_layer
+from pixelrag.models.lora import ADAPTER_WEIGHTS
+from pixelrag.models.source import SETTINGS_FILE, SETTINGS_FORMAT
+
+# Left in parameter names by torch.compile and by data-parallel wrappers.
+_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.")
+
+
+def export_embedder(
+    embedder: Embedder,
+    preprocessor: Preprocessor,
+    state_dict: Mapping[str, torch.Tensor],
+    folder: str | Path,
+    *,
+    temperature: float,
+) -> Path:
+    """Write the folder; call it on one rank.
+
+    The embedder's own parameters are never read, so they may be sharded. Everything is written
+    beside `folder` first and renamed at the end; a folder that an earlier export wrote is replaced.
+
+    Args:
+        embedder: the model whose architecture, pooling and adapters apply.
+        preprocessor: its tokenizer, image processor and instructions are saved.
+        state_dict: full CPU tensors under the keys of `embedder.state_dict()`; for LoRA the
+            adapters' suffice. Written as float32.
+        folder: where to.
+        temperature: the trained temperature, for `pixelrag.json`.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: a weight is missing, unknown or misshapen; `folder` holds something that
+            is no export; or it cannot be written. Nothing is left half-written.
+    """
+    folder = Path(folder)
+    if folder.exists() and not _replaceable(folder):
+        raise CheckpointError(
+            f"{folder} exists and was not written by an export (it has no {SETTINGS_FILE}); "
+            "remove it or choose another folder"
+        )
+    weights = _checked(state_dict, embedder)
+    part = folder.with_name(f".{folder.name}.part-{os.getpid()}")
+    try:
+        part.mkdir(parents=True)
+        with quiet():
+            if isinstance(embedder.backbone, PeftModel):
+                _write_adapter(embedder.backbone, weights, part)
+            else:
+                _write_model(embedder.base_model, weights, part)
+        preprocessor.save(part)
+        settings = _settings(embedder, preprocessor, temperature)
+        text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+        (part / SETTINGS_FILE).write_text(text, encoding="utf-8")
+        _sync(part)
+        _put_in_place(part, folder)
+    except OSError as error:
+        raise CheckpointError(f"cannot write the export {folder}: {error}") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return folder
+
+
+def _replaceable(folder: Path) -> bool:
+    return folder.is_dir() and ((folder / SETTINGS_FILE).is_file() or not any(folder.iterdir()))
+
+
+def _checked(state_dict: Mapping[str, torch.Tensor], embedder: Embedder) -> dict[str, torch.Tensor]:
+    """The backbone's weights by its own names, float32, complete and of the right shapes."""
+    given = {}
+    for key, tensor in state_dict.items():
+        for wrapper in _WRAPPERS:
+            key = key.replace(wrapper, "")
+        given[key.removeprefix("module.")] = tensor
+    expected = set(embedder.state_dict(keep_vars=True))
+    unknown = sorted(set(given) - expected)
+    missing = expected - set(given)
+    if isinstance(embedder.backbone, PeftModel):
+        missing = {key for key in missing if "lora_" in key}
+    if unknown or missing:
+        raise CheckpointError(
+            "the weights to export are not those of the model: "
+            f"{len(missing)} missing, first {min(missing, default='none')}; "
+            f"{len(unknown)} unknown, first {min(unknown, default='none')}"
+        )
+    empty = [key for key, tensor in given.items() if tensor.numel() == 0]
+    if empty:
+        raise CheckpointError(
+            f"{len(empty)} weights to export are empty, first {empty[0]}; were they gathered?"
+        )
+    return {key.removeprefix("backbone."): _portable(tensor) for key, tensor in given.items()}
+
+
+def _portable(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach().to("cpu")
+    return (tensor.float() if tensor.is_floating_point() else tensor).contiguous()
+
+
+def _write_model(model: PreTrainedModel, weights: dict[str, torch.Tensor], folder: Path) -> None:
+    # The engine may have turned the class into a sharded one; the saved name is the original's.
+    model_class = next(kind for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP"))
+    config = copy.deepcopy(model.config)
+    config.use_cache = config.get_text_config().use_cache = True
+    options = {"add_pooling_layer": False} if takes_pooling_layer(model_class) else {}
+    if config.model_type == "qwen3_vl":
+        model_class = Qwen3VLForConditionalGeneration
+        weights = {f"model.{key}": tensor for key, tensor in weights.items()}
+    # A twin without storage: saving asks the model for its tied weights and names only.
+    with torch.device("meta"):
+        twin = model_class(config, **options)
+    shapes = {key: tensor.shape for key, tensor in twin.state_dict().items()}
+    for key, tensor in weights.items():
+        if tensor.shape != shapes[key]:
+            raise CheckpointError(
+                f"weight {key} to export has shape {list(tensor.shape)}, expected "
+                f"{list(shapes[key])}; was it gathered?"
+            )
+    twin.save_pretrained(folder, state_dict=weights)
+
+
+def _write_adapter(model: PeftModel, weights: dict[str, torch.Tensor], folder: Path) -> None:
+    adapter = get_peft_model_state_dict(model, state_dict=weights, save_embedding_layers=False)
+    save_file(adapter, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    config = copy.deepcopy(model.peft_config["default"])
+    config.inference_mode = True
+    config.save_pretrained(folder)
+
+
+def _settings(embedder: Embedder, preprocessor: Preprocessor, temperature: float) -> dict[str, Any]:
+    return {
+        "format": SETTINGS_FORMAT,
+        "pixelrag": pixelrag.__version__,
+        "pooling": embedder.pooling,
+        "normalize": True,
+        "query_instruction": preprocessor.query_instruction,
+        "document_instruction": preprocessor.document_instruction,
+        "query_max_length": preprocessor.query_max_length,
+        "document_max_length": preprocessor.document_max_length,
+        "max_visual_tokens": preprocessor.max_visual_tokens,
+        "temperature": temperature,
+    }
+
+
+def _sync(folder: Path) -> None:
+    """Have the disk hold every file before the folder gets its name."""
+    for path in [*folder.iterdir(), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _put_in_place(part: Path, folder: Path) -> None:
+    old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
+    if folder.exists():
+        folder.rename(old)
+    try:
+        part.rename(folder)
+    except OSError:
+        if old.exists():
+            old.rename(folder)
+        raise
+    shutil.rmtree(old, ignore_errors=True)

@@ -131,6 +131,28 @@ def test_killed_at_every_step_of_the_way(tmp_path, replacing):
     assert outcomes == {b"new", b"old" if replacing else b"fiv"}
 
 
+def test_the_disk_has_it_all_before_the_name_appears(tmp_path, monkeypatch):
+    """What a power cut would show: data before manifest before folders before the rename."""
+    calls = []
+    fsync, rename = os.fsync, os.rename
+
+    def recorded_fsync(fd):
+        calls.append(os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
+        fsync(fd)
+
+    def recorded_rename(source, target):
+        calls.append(f"rename to {os.path.basename(target)}")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "rename", recorded_rename)
+    save(tmp_path, 10)
+    assert set(calls[:3]) == {"model.safetensors", "rank-0.json", "rank-1.bin"}
+    assert calls[3] == MANIFEST
+    assert set(calls[4:6]) == {".checkpoint-10.tmp", "sub"}
+    assert calls[6:] == ["rename to checkpoint-10", tmp_path.name]
+
+
 def in_two_ranks(output_dir, body):
     """Run `body(rank, folder)` inside one atomic_dir shared by two threads; return their errors."""
     barrier, votes, errors = threading.Barrier(2, timeout=30), {}, {}

@@ -7,19 +7,45 @@ from pixelrag.errors import DataError
 
 
 def main(config: ContrastiveConfig) -> int:
-    """Print each bad row by file, line and reason, then a summary; 3 where there are any.
+    """Print each bad row by file, line and reason, and a summary; return 3 where there are any.
 
-    The configuration is checked before this is called. Raises `DataError` where a file as a whole
-    cannot be read.
+    The configuration has been checked before this is called. A file that cannot be read at all is
+    reported like a bad row, and the others are still checked. Negatives beyond
+    `data.num_hard_negatives` are not opened, as training does not open them.
     """
-    from pixelrag.data.pairs import check_files
+    from pixelrag.data.images import image_progress_bar
+    from pixelrag.data.pairs import check_files, load_corpus
 
-    files = [*config.data.train, *config.data.eval]
-    report = check_files(files)
-    for bad in report.bad:
-        sys.stdout.write(f"{bad.file}:{bad.line}: {bad.reason}\n")
-    sys.stdout.write(
-        f"{report.num_rows} rows and {report.num_documents} distinct documents in {len(files)} "
-        f"file{'s' * (len(files) != 1)}: {len(report.bad)} bad\n"
-    )
-    return DataError.exit_code if report.bad else 0
+    failed = False
+    for path in dict.fromkeys([*config.data.train, *config.data.eval]):
+        try:
+            with image_progress_bar(f"Opening images of {path}") as progress:
+                report = check_files(
+                    [path], progress, num_hard_negatives=config.data.num_hard_negatives
+                )
+        except DataError as error:
+            failed = True
+            _say(str(error))
+            continue
+        for bad in report.bad:
+            _say(f"{bad.file}:{bad.line}: {bad.reason}")
+        failed |= bool(report.bad)
+        _say(
+            f"{path}: {report.num_rows} rows, {report.num_documents} distinct documents, "
+            f"{report.num_bad_rows} bad rows"
+        )
+    corpus = config.eval.corpus
+    if corpus is not None:
+        try:
+            with image_progress_bar(f"Opening images of {corpus}") as progress:
+                documents = load_corpus(corpus, progress)
+            _say(f"{corpus}: {len(documents)} distinct documents to search")
+        except DataError as error:
+            failed = True
+            _say(str(error))
+    _say("not valid" if failed else "valid")
+    return DataError.exit_code if failed else 0
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")

@@ -73,9 +73,11 @@ class DataConfig(Section):
 
     @field_validator("train", "eval")
     @classmethod
-    def _no_empty_path(cls, value: list[str]) -> list[str]:
+    def _real_paths_once(cls, value: list[str]) -> list[str]:
         if any(not path.strip() for path in value):
-            raise PydanticCustomError("empty_path", "paths that are not empty")
+            raise PydanticCustomError("paths", "paths that are not empty")
+        if len(set(value)) < len(value):
+            raise PydanticCustomError("paths", "each path once")
         return value
 
 

@@ -210,7 +210,7 @@ def unknown_name(
 
 def _got_expected(error: ErrorDetails, field: FieldInfo | None) -> str:
     got = f"got {shown(error['input'])}, expected "
-    if error["type"] in ("deepspeed_file", "empty_path"):
+    if error["type"] in ("deepspeed_file", "paths"):
         return got + error["msg"]
     if error["type"] == "finite_number":
         return got + "a finite number"

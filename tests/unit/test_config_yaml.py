@@ -123,6 +123,7 @@ def test_a_section_whose_lines_are_all_commented_out(tmp_path):
         ("model: {name_or_path: 3}", "got 3, expected a text"),
         ("data: {train: [a, 3]}", "data.train[1] (FILE line 1)\n      got 3, expected a list"),
         ("data: {train: ['']}", "expected paths that are not empty"),
+        ("data: {eval: [a, b, a]}", "got ['a', 'b', 'a'], expected each path once"),
         ("batch: {chunk_size: 1.5}", "got 1.5, expected an integer"),
         ("optim: {beta1: .nan}", "got nan, expected a"),
         ("lora: {target_modules: q}", "got 'q', expected a list of texts or null"),

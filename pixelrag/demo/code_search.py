@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pixelrag.demo.functions import Function, Library, held_out_files, read_library, salted
-from pixelrag.demo.publish import published_folder, write_jsonl, write_manifest
+from pixelrag.demo.publish import (
+    published_folder,
+    refuse_foreign,
+    write_jsonl,
+    write_manifest,
+)
 from pixelrag.errors import ConfigError, DataError
 
 KIND = "pixelrag code search"
@@ -58,6 +63,7 @@ def build_code_search(
     out_dir = Path(out_dir)
     if max_eval < 1:
         raise ConfigError(f"max_eval: got {max_eval}, expected 1 or more")
+    refuse_foreign(out_dir, KIND)
     library = read_library(root, mask_names=mask_names)
     train, held_out = split_by_file(library.functions, held_out_fraction, seed)
     if len(library.functions) < min_rows or not train or not held_out:

@@ -25,7 +25,7 @@ def published_folder(out_dir: Path, kind: str) -> Iterator[Path]:
         DataError: `out_dir` is a file, or holds something else; or it cannot be written (a full
             disk, say), in which case nothing is left behind.
     """
-    _refuse_foreign(out_dir, kind)
+    refuse_foreign(out_dir, kind)
     temporary: Path | None = None
     try:
         out_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,8 @@ def write_manifest(folder: Path, kind: str, entries: Mapping[str, object]) -> No
     (folder / MANIFEST).write_text(text, encoding="utf-8")
 
 
-def _refuse_foreign(out_dir: Path, kind: str) -> None:
+def refuse_foreign(out_dir: Path, kind: str) -> None:
+    """Raise DataError if `published_folder` would; worth asking before long work."""
     if not out_dir.exists():
         return
     if not out_dir.is_dir():

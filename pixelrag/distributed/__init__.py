@@ -1,0 +1,1 @@
+"""Process groups, collectives and random-number replay: what every engine stands on."""

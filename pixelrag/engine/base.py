@@ -1,0 +1,210 @@
+"""The engine protocol: many forward and backward passes, one exact gradient, one step.
+
+A job hands the engine one container module that holds every trained parameter. Per optimizer
+step it runs any number of ``engine(role, **batch)`` forwards and ``engine.backward(loss,
+last=...)`` backwards, then one ``engine.step(max_norm)``. What every engine promises:
+
+Sum    A rank's losses are partial sums of the global loss, and the reduction sums. After
+       ``backward(..., last=True)`` each gradient is the one that a single process holding the
+       whole global batch would have.
+Order  All ranks run the same sequence of forwards. Where parameters are sharded this is
+       checked before the step, and a difference raises on all ranks, naming it.
+Last   Exactly one ``last=True`` a step; ``step`` without it raises.
+Clip   Only in ``step``, by the global norm.
+fp32   Gradients accumulate over chunks in at least fp32, also where compute is bf16.
+Zero   A trained parameter that no rank used in a step has a zero gradient, not none: momentum
+       and weight decay act on it, as they must where it lies in a flat partition.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pixelrag.distributed.collectives import gather_with_grad
+from pixelrag.engine.order import ForwardTrace
+from pixelrag.errors import EngineError
+
+logger = logging.getLogger("pixelrag")
+
+NamedParameters = list[tuple[str, nn.Parameter]]
+OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer]
+
+
+class Engine(ABC):
+    """Base of all engines; see the module's docstring for the contract.
+
+    Attributes:
+        name: ``ddp``, ``zero0`` .. ``zero3`` or ``fsdp2``.
+        module: the container module as the engine holds it.
+        optimizer: the torch optimizer whose ``param_groups`` carry the learning rates.
+        device: where batches belong.
+        touches_every_chunk: True where every forward must use the same submodules, chunk after
+            chunk, for parameters to stay resident (ZeRO-3 records one trace).
+    """
+
+    name: str
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    shards_parameters = False
+    touches_every_chunk = False
+
+    def __init__(self, module: nn.Module, device: torch.device, grad_sync: str) -> None:
+        self.module = module
+        self.device = device
+        self.grad_sync = grad_sync
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self._trace: ForwardTrace | None = None
+        self._finished = False
+        check_container(module)
+
+    def __call__(self, role: str, **batch: Any) -> Any:
+        """Run the container's forward for one role, e.g. ``query``, ``document``."""
+        if self._trace is not None:
+            self._trace.enter(role)
+        return self._forward(role, **batch)
+
+    def _forward(self, role: str, **batch: Any) -> Any:
+        return self.module(role, **batch)
+
+    def gather(self, local_BD: torch.Tensor) -> torch.Tensor:
+        """All-gather rows of equally shaped tensors; the backward sums over ranks."""
+        return gather_with_grad(local_BD)
+
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        """Accumulate the gradient of ``loss``; with ``last`` also reduce over all ranks.
+
+        Args:
+            loss: scalar, this rank's partial sum of the global loss.
+            last: True for exactly one call a step, the final one.
+
+        Raises:
+            EngineError: called again after ``last``; or ranks ran different forwards.
+        """
+        if self._finished:
+            raise EngineError(
+                f"rank {self.rank}: backward() after backward(last=True); call step() first"
+            )
+        if last and self._trace is not None:
+            self._trace.check()
+        self._backward(loss, last=last)
+        self._finished = last
+
+    def step(self, max_norm: float | None = None) -> float:
+        """Clip by the global norm, update, clear gradients; return the norm before clipping.
+
+        A norm that is not finite leaves the weights as they are and is returned as it is.
+
+        Raises:
+            EngineError: no ``backward(last=True)`` came before.
+        """
+        if not self._finished:
+            raise EngineError(
+                f"rank {self.rank}: step() before backward(last=True); gradients are not reduced"
+            )
+        norm = self._step(max_norm or None)
+        self._finished = False
+        return norm
+
+    @abstractmethod
+    def _backward(self, loss: torch.Tensor, *, last: bool) -> None: ...
+
+    @abstractmethod
+    def _step(self, max_norm: float | None) -> float: ...
+
+    @contextlib.contextmanager
+    def inference(self) -> Iterator[None]:
+        """Eval mode without gradients; a collective where parameters are sharded."""
+        was_training = self.module.training
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.module.train(was_training)
+
+    @abstractmethod
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Full reduced gradients by parameter name, between ``backward(last=True)`` and ``step``.
+
+        A collective; every rank gets the tensors. For tests and ``pixelrag verify``.
+        """
+
+    @abstractmethod
+    def full_parameters(self, *, trainable_only: bool = False) -> dict[str, torch.Tensor]:
+        """Full master weights on the CPU by name: on rank 0; an empty dict on other ranks.
+
+        A collective. Buffers are included unless ``trainable_only``.
+        """
+
+    @abstractmethod
+    def optimizer_state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Full optimizer state: name -> {state key -> tensor}, on rank 0; a collective."""
+
+    @abstractmethod
+    def load_optimizer_state(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
+        """Install what ``optimizer_state`` returned; every rank passes the whole state."""
+
+    def named_trainable(self) -> NamedParameters:
+        """The trained parameters in registration order."""
+        return [(n, p) for n, p in self.module.named_parameters() if p.requires_grad]
+
+    def fill_unused_gradients(self) -> list[nn.Parameter]:
+        """Give a zero gradient to every trained parameter that has none; return them all.
+
+        Ranks then reduce lists of the same parameters whatever each of them used; unlike lists
+        would pair up unlike gradients, silently where their shapes agree. A parameter that no
+        rank used in a step has a zero gradient, on every engine alike: the flat partitions of
+        ZeRO cannot leave it out of the update.
+        """
+        parameters = [p for _, p in self.named_trainable()]
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return parameters
+
+
+def check_container(module: nn.Module) -> None:
+    """Refuse what the sharding engines cannot hold, whichever engine is chosen now.
+
+    Raises:
+        EngineError: no trainable parameter, or one of zero dimensions.
+    """
+    trainable = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+    if not trainable:
+        raise EngineError("the module has no trainable parameter; nothing would be trained")
+    for name, parameter in trainable:
+        if parameter.dim() == 0:
+            raise EngineError(
+                f"parameter {name} has shape []; ZeRO and FSDP2 shard dimension 0: "
+                "give it the shape [1]"
+            )
+
+
+@torch.no_grad()
+def broadcast_from_rank0(module: nn.Module) -> None:
+    """Make every rank start from rank 0's parameters and buffers."""
+    if dist.get_world_size() > 1:
+        for tensor in [*module.parameters(), *module.buffers()]:
+            dist.broadcast(tensor.data, 0)
+
+
+def outermost_first(blocks: Sequence[nn.Module], module: nn.Module) -> dict[str, nn.Module]:
+    """Name the blocks by their path in ``module``; unknown blocks raise.
+
+    Raises:
+        EngineError: a block is not a submodule of ``module``.
+    """
+    names = {id(m): n for n, m in module.named_modules()}
+    missing = [type(b).__name__ for b in blocks if id(b) not in names]
+    if missing:
+        raise EngineError(f"blocks {missing} are not submodules of {type(module).__name__}")
+    return {names[id(b)]: b for b in blocks}

@@ -1,0 +1,199 @@
+"""Turns a user's DeepSpeed JSON and a job's settings into a config with nothing left to chance.
+
+DeepSpeed acts on defaults that a user never wrote: it clips at 1.0, divides by accumulation
+steps, builds fused optimizers with a compiler, and runs with ``"auto"`` in places where it does
+not understand it. Here every such value is written out. What a job's config owns (batch sizes,
+clipping, optimizer, schedule, precision) may stand in the JSON only as ``"auto"`` or with the
+very same value; anything else is an error that names both.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pixelrag.errors import ConfigError
+
+# Sections that the job's own config decides. "auto" inside them is dropped: ours stands.
+_OURS = ("optimizer", "scheduler")
+_UNSUPPORTED = (
+    "fp16",
+    "amp",
+    "pipeline",
+    "compression_training",
+    "data_efficiency",
+    "hybrid_engine",
+)
+_KEEP_EVERYTHING = 10**12
+
+
+def read_ds_config(path: str | Path) -> dict[str, Any]:
+    """Read a DeepSpeed JSON file.
+
+    Raises:
+        ConfigError: missing, not JSON, or not an object.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"engine.deepspeed: cannot read {path}: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"engine.deepspeed: {path}:{error.lineno}: not JSON: {error.msg}"
+        ) from error
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"engine.deepspeed: {path}: got {type(content).__name__}, expected an object"
+        )
+    return content
+
+
+def resolve(
+    user: dict[str, Any] | None,
+    *,
+    stage: int,
+    world_size: int,
+    bf16: bool,
+    per_chunk: bool,
+    resident: bool,
+    offload_optimizer: bool,
+    source: str = "engine.deepspeed",
+) -> dict[str, Any]:
+    """Return the complete config for ``deepspeed.initialize``.
+
+    Args:
+        user: the content of the user's JSON, or None.
+        stage: ZeRO stage, 0 to 3.
+        world_size: number of ranks.
+        bf16: compute under bfloat16 autocast with fp32 masters and fp32 communication.
+        per_chunk: reduce after every chunk (stages 2 and 3 with offload need another mode).
+        resident: stage 3 only: keep gathered parameters over the step.
+        offload_optimizer: optimizer state in host memory (stages 1 to 3).
+        source: the file's name, for messages.
+
+    Raises:
+        ConfigError: every contradiction and every ``"auto"`` that nothing here resolves.
+    """
+    problems: list[str] = []
+    config = json.loads(json.dumps(user or {}))
+    zero = config.setdefault("zero_optimization", {})
+    _settle(zero, "stage", stage, "zero_optimization.stage", problems)
+    _settle(config, "train_micro_batch_size_per_gpu", 1, None, problems)
+    _settle(config, "gradient_accumulation_steps", 1, None, problems)
+    _settle(config, "train_batch_size", world_size, None, problems)
+    # Clipping happens in Engine.step; DeepSpeed's own default of 1.0 must never act.
+    _settle(config, "gradient_clipping", 0.0, None, problems)
+    for section in _OURS:
+        _drop_auto_section(config, section, problems)
+    for section in _UNSUPPORTED:
+        if _is_on(config.get(section)):
+            problems.append(f"{section}: not supported here; use fp32 or bf16 (engine.precision)")
+        config.pop(section, None)
+    _settle_precision(config, bf16, problems)
+    if stage == 3:
+        limit = _KEEP_EVERYTHING if resident else 0
+        for key in ("stage3_param_persistence_threshold", "stage3_model_persistence_threshold"):
+            _settle(zero, key, limit, f"zero_optimization.{key} (engine.params)", problems)
+    if stage > 0:
+        zero["overlap_comm"] = _value_or(zero, "overlap_comm", False)
+    for key, value in (
+        ("reduce_bucket_size", 5 * 10**8),
+        ("allgather_bucket_size", 5 * 10**8),
+        ("stage3_prefetch_bucket_size", 5 * 10**7),
+    ):
+        if zero.get(key) == "auto":
+            zero[key] = value
+    _settle_offload(zero, offload_optimizer, problems)
+    config["zero_allow_untested_optimizer"] = True
+    config["zero_force_ds_cpu_optimizer"] = False  # DeepSpeed's CPU Adam needs a compiler
+    config["managed_gradient_accumulation"] = not (per_chunk and stage >= 2 and offload_optimizer)
+    config["steps_per_print"] = 2**31
+    _settle(config, "wall_clock_breakdown", False, None, [])
+    problems += [
+        f'{path}: "auto" is not resolved by any setting; write a value' for path in _autos(config)
+    ]
+    if problems:
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        raise ConfigError(
+            f"{source} contradicts the job's config in {len(problems)} places:\n{lines}"
+        )
+    return config
+
+
+def stage_of(user: dict[str, Any]) -> int | None:
+    """The ZeRO stage that a user's JSON names, or None for none or ``"auto"``."""
+    stage = user.get("zero_optimization", {}).get("stage")
+    return stage if isinstance(stage, int) else None
+
+
+def _settle(table: dict, key: str, value: Any, path: str | None, problems: list[str]) -> None:
+    got = table.get(key, "auto")
+    if got != "auto" and got != value:
+        problems.append(f'{path or key}: got {got!r}, expected {value!r} or "auto"')
+    table[key] = value
+
+
+def _value_or(table: dict, key: str, default: Any) -> Any:
+    got = table.get(key, "auto")
+    return default if got == "auto" else got
+
+
+def _drop_auto_section(config: dict, section: str, problems: list[str]) -> None:
+    got = config.pop(section, None)
+    if got in (None, "auto") or not isinstance(got, dict):
+        return
+    values = {k: v for k, v in got.get("params", {}).items() if v != "auto"}
+    if values:
+        problems.append(
+            f'{section}.params: got {values}, expected "auto"; the job\'s optim section decides it'
+        )
+
+
+def _is_on(section: Any) -> bool:
+    if isinstance(section, dict):
+        return section.get("enabled", True) not in (False, "auto")
+    return bool(section)
+
+
+def _settle_precision(config: dict, bf16: bool, problems: list[str]) -> None:
+    for key in ("bf16", "torch_autocast"):
+        section = config.get(key)
+        enabled = section.get("enabled", False) if isinstance(section, dict) else section
+        if isinstance(enabled, bool) and enabled != bf16:
+            wanted = "bf16" if enabled else "fp32"
+            problems.append(
+                f"{key}.enabled: got {enabled}, but engine.precision is "
+                f'{"bf16" if bf16 else "fp32"}; set engine.precision={wanted} or "auto" here'
+            )
+    config.pop("bf16", None)  # its masters are fp32 but its gradients are not
+    autocast = {k: v for k, v in (config.get("torch_autocast") or {}).items() if v != "auto"}
+    # An empty list keeps parameter and gradient communication in fp32.
+    autocast.setdefault("lower_precision_safe_modules", [])
+    config["torch_autocast"] = autocast | {"enabled": bf16, "dtype": "bfloat16"}
+
+
+def _settle_offload(zero: dict, offload_optimizer: bool, problems: list[str]) -> None:
+    section = zero.get("offload_optimizer") or {}
+    device = section.get("device", "auto")
+    if device == "auto":
+        device = "cpu" if offload_optimizer else "none"
+    if (device != "none") != offload_optimizer:
+        problems.append(
+            f"zero_optimization.offload_optimizer.device: got {device!r}, but "
+            f"engine.offload_optimizer is {str(offload_optimizer).lower()}"
+        )
+    if offload_optimizer:
+        zero["offload_optimizer"] = {k: v for k, v in section.items() if v != "auto"} | {
+            "device": device
+        }
+    else:
+        zero.pop("offload_optimizer", None)
+
+
+def _autos(value: Any, path: str = "") -> list[str]:
+    if value == "auto":
+        return [path]
+    if isinstance(value, dict):
+        return [p for k, v in value.items() for p in _autos(v, f"{path}.{k}" if path else k)]
+    return []

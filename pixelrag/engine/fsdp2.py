@@ -1,0 +1,174 @@
+"""PyTorch FSDP2 (``fully_shard``): parameters, gradients and optimizer sharded over all ranks.
+
+``grad_sync: deferred`` keeps whole unreduced gradients over the chunks and reduce-scatters once;
+``per_chunk`` reduce-scatters after every chunk and keeps only shards. ``params: resident`` gathers
+the weights once a step and keeps them whole until the step ends; ``sharded`` gathers them anew in
+every forward and backward. All four are exact; `docs/engines.md` has their cost in bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from pixelrag.engine.base import (
+    Engine,
+    OptimizerFactory,
+    broadcast_from_rank0,
+    outermost_first,
+)
+from pixelrag.engine.order import ForwardTrace
+from pixelrag.engine.state import check_names, is_moment
+
+
+class FSDP2Engine(Engine):
+    """Fully sharded data parallelism.
+
+    Args:
+        module: container of every trained part.
+        optimizer_factory: called after sharding, with the sharded parameters.
+        device: where the module goes.
+        blocks: submodules sharded as units of their own (transformer layers).
+        bf16: compute and gather in bfloat16; shards, reductions and accumulation in fp32.
+            A submodule with the attribute ``full_precision = True`` stays in fp32.
+        grad_sync: ``deferred`` or ``per_chunk``.
+        resident: keep gathered parameters from the first forward to the end of the step.
+        offload_optimizer: keep shards and optimizer state in host memory (CUDA only).
+    """
+
+    name = "fsdp2"
+    shards_parameters = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer_factory: OptimizerFactory,
+        *,
+        device: torch.device,
+        blocks: Sequence[nn.Module] = (),
+        bf16: bool = False,
+        grad_sync: str = "deferred",
+        resident: bool = True,
+        offload_optimizer: bool = False,
+    ) -> None:
+        super().__init__(module.to(device), device, grad_sync)
+        broadcast_from_rank0(module)
+        self.resident = resident
+        named_blocks = outermost_first(blocks, module)
+        mesh = init_device_mesh(device.type, (self.world_size,))
+        offload = CPUOffloadPolicy() if offload_optimizer else OffloadPolicy()
+        options = {"mesh": mesh, "reshard_after_forward": not resident, "offload_policy": offload}
+        full = MixedPrecisionPolicy()
+        low = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else full
+        for part in module.modules():
+            if getattr(part, "full_precision", False) and part is not module:
+                fully_shard(part, mp_policy=full, **options)
+        for block in named_blocks.values():
+            fully_shard(block, mp_policy=low, **options)
+        fully_shard(module, mp_policy=low, **options)
+        self._units = [m for m in module.modules() if isinstance(m, FSDPModule)]
+        for unit in self._units:  # neither setting is recursive; together they mean SUM
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+        # Ranks then reduce the same list of parameters whatever each of them used.
+        module.set_reduce_scatter_unused_params(True)
+        self._trace = ForwardTrace(named_blocks)
+        self.optimizer = optimizer_factory(self.named_trainable())
+
+    def _backward(self, loss, *, last):
+        self.module.set_requires_gradient_sync(last or self.grad_sync == "per_chunk")
+        self.module.set_is_last_backward(last)
+        if self.resident:
+            self.module.set_reshard_after_backward(last)
+        loss.backward()
+
+    def _step(self, max_norm):
+        self._reshard()
+        # A unit that was never gathered this step has no gradient to reduce.
+        parameters = self.fill_unused_gradients()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if torch.isfinite(norm):
+            if max_norm is not None:
+                torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm.item()
+
+    def _reshard(self) -> None:
+        """Drop gathered copies; a forward after an update would otherwise see old weights."""
+        for unit in self._units:
+            unit.reshard()
+
+    @contextlib.contextmanager
+    def inference(self) -> Iterator[None]:
+        try:
+            with super().inference():
+                yield
+        finally:
+            self._reshard()
+
+    def gradients(self):
+        return {
+            n: _whole(p.grad).detach().clone()
+            for n, p in self.named_trainable()
+            if p.grad is not None
+        }
+
+    def full_parameters(self, *, trainable_only=False):
+        self._reshard()
+        named = self.named_trainable()
+        if not trainable_only:
+            named = list(self.module.state_dict(keep_vars=True).items())
+        full = {}
+        for name, tensor in named:
+            whole = _whole(tensor).detach()
+            if self.rank == 0:
+                full[name] = whole.to("cpu", copy=True)
+        return full
+
+    def optimizer_state(self):
+        full: dict[str, dict[str, torch.Tensor]] = {}
+        for name, parameter in self.named_trainable():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                whole = _whole(torch.as_tensor(value)).detach()
+                if self.rank == 0:
+                    full.setdefault(name, {})[key] = whole.to("cpu", copy=True)
+        return full
+
+    def load_optimizer_state(self, state):
+        parameters = dict(self.named_trainable())
+        check_names(state, parameters, {n: tuple(p.shape) for n, p in parameters.items()})
+        for name, entries in state.items():
+            parameter = parameters[name]
+            self.optimizer.state[parameter] = {
+                key: _shard_like(value, parameter)
+                if is_moment(value, parameter.shape)
+                else value.clone()
+                for key, value in entries.items()
+            }
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _shard_like(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    if not isinstance(parameter, DTensor):
+        return whole.to(parameter.device)
+    mesh = parameter.device_mesh
+    # src_data_rank=None: every rank already holds the whole tensor, so nothing is sent.
+    local = whole.to(mesh.device_type)
+    return distribute_tensor(local, mesh, parameter.placements, src_data_rank=None)

@@ -1,0 +1,66 @@
+"""Checks that all ranks ran the same sequence of forwards through sharded submodules.
+
+A sharded submodule's forward is a collective. Two ranks that use different, equally shaped
+towers at the same moment exchange each other's weights without any error, so the sequence is
+recorded and compared once a step, before the gradients are used.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+
+import torch.distributed as dist
+from torch import nn
+
+from pixelrag.distributed.collectives import agree_max
+from pixelrag.errors import EngineError
+
+
+class ForwardTrace:
+    """Records the forwards of the named blocks, and of the roles, since the last check."""
+
+    def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
+        self._events: list[str] = []
+        for name, block in blocks.items():
+            block.register_forward_pre_hook(self._hook(name))
+
+    def _hook(self, name: str):
+        def record(module: nn.Module, args: tuple) -> None:
+            self._events.append(name)
+
+        return record
+
+    def enter(self, role: str) -> None:
+        """Note the start of one forward of the container."""
+        self._events.append(f"<{role}>")
+
+    def check(self) -> None:
+        """Compare this rank's sequence with all others' and forget it; a collective.
+
+        Raises:
+            EngineError: on every rank, naming the first call that differs and who made it.
+        """
+        events, self._events = self._events, []
+        digest = zlib.crc32("\n".join(events).encode())
+        high, low_negated = agree_max([digest, -digest])
+        if high == -low_negated:
+            return
+        everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, events)
+        raise EngineError(_describe(everyone))
+
+
+def _describe(everyone: list[list[str]]) -> str:
+    length = max(len(events) for events in everyone)
+    padded = [events + ["(nothing)"] * (length - len(events)) for events in everyone]
+    for position in range(length):
+        calls = [events[position] for events in padded]
+        if len(set(calls)) > 1:
+            who = ", ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
+            return (
+                f"ranks ran different forwards this step; call {position} differs ({who}). "
+                "Sharded engines need the same sequence on every rank: run a zero-weighted "
+                "forward through what a rank does not need, or use ddp, zero0, zero1 or zero2"
+            )
+    return "ranks ran different forwards this step"

@@ -1,0 +1,103 @@
+"""Agrees, before a step, on the sequence of forwards that every rank will run.
+
+Sharded parameters make a forward pass a collective, so a rank with fewer rows, fewer chunks or
+no images must still make the same calls. One small exchange of integers tells each rank how many
+chunks to run, how far to pad what is gathered, and which of its chunks need a zero-weighted
+vision pass because another rank has images.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pixelrag.distributed.collectives import exchange
+from pixelrag.errors import DataError
+
+Chunk = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One role's chunks on this rank and what all ranks agreed about them."""
+
+    role: str
+    chunks: list[Chunk]
+    num_rows: list[int]  # by rank
+    num_padding_chunks: int
+    touch_vision: bool
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of the fullest rank: the length to which gathered tensors are padded."""
+        return max(self.num_rows)
+
+    def calls(self) -> list[tuple[Chunk, bool]]:
+        """Each forward to run: the chunk, and whether its output counts."""
+        own = [(chunk, True) for chunk in self.chunks]
+        # A padding call may run on any valid input; its output gets a zero gradient.
+        return own + [(self.chunks[0], False)] * self.num_padding_chunks
+
+    def must_touch(self, chunk: Chunk) -> bool:
+        """Whether this forward needs a zero-weighted vision pass."""
+        return self.touch_vision and chunk.get("pixel_values") is None
+
+
+def rows_of(chunk: Chunk) -> int:
+    """Number of rows in a chunk."""
+    return len(chunk["attention_mask"])
+
+
+def agree_on_schedule(
+    query_chunks: list[Chunk],
+    document_chunks: list[Chunk],
+    num_real: tuple[int, int],
+    *,
+    rank: int,
+    touches_every_chunk: bool,
+) -> tuple[Side, Side]:
+    """Return the agreed query and document sides; a collective (one all-gather of integers).
+
+    Args:
+        query_chunks: this rank's chunks, at least one (a rank without rows passes a filler).
+        document_chunks: likewise.
+        num_real: how many rows of each side count; 0 on a rank that only fills.
+        rank: this rank.
+        touches_every_chunk: the engine wants every chunk to use the same submodules.
+
+    Raises:
+        DataError: on all ranks, when some rank has no chunk to run at all.
+    """
+    images = [
+        any("pixel_values" in c for c in chunks) for chunks in (query_chunks, document_chunks)
+    ]
+    table = exchange(
+        [len(query_chunks), len(document_chunks), *num_real, int(images[0]), int(images[1])]
+    )
+    empty = [r for r, row in enumerate(table) if row[0] == 0 or row[1] == 0]
+    if empty:
+        raise DataError(
+            f"rank {rank}: ranks {empty} have no query or document chunk in this step; every "
+            "rank must bring at least a filler row (use a global batch of at least one row a rank)"
+        )
+    most = [max(row[i] for row in table) for i in (0, 1)]
+    any_images = [any(row[i] for row in table) for i in (4, 5)]
+    if touches_every_chunk:
+        any_images = [any(any_images)] * 2
+    return (
+        Side(
+            "query",
+            query_chunks,
+            [row[2] for row in table],
+            most[0] - len(query_chunks),
+            any_images[0],
+        ),
+        Side(
+            "document",
+            document_chunks,
+            [row[3] for row in table],
+            most[1] - len(document_chunks),
+            any_images[1],
+        ),
+    )

@@ -1,0 +1,197 @@
+"""GradCache over any engine (Gao et al. 2021, arXiv:2101.06983, section 3).
+
+1. Every chunk runs forward without a graph; its embedding and the random state before it are
+   kept. Memory: one chunk, whatever the batch.
+2. Documents are gathered over all ranks, each rank computes the loss of its own queries (a
+   partial sum of the global loss), and backpropagates to the embeddings only.
+3. Every chunk runs forward again, with a graph and with its own random state, and backward from
+   the surrogate <embedding, kept gradient>. By the chain rule the parameter gradients are those
+   of the whole batch at once. The engine reduces them over ranks in the very last backward.
+
+The order of the calls is the same on all ranks; see `schedule`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from pixelrag.distributed.collectives import sum_over_ranks
+from pixelrag.distributed.rng import RandContext
+from pixelrag.engine.base import Engine
+from pixelrag.gradcache.schedule import Chunk, Side, agree_on_schedule, rows_of
+from pixelrag.losses.infonce import InfoNCE, info_nce
+from pixelrag.losses.temperature import scale_from_log
+
+Objective = Callable[..., InfoNCE]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Figures of one global batch, equal on all ranks."""
+
+    loss: float
+    accuracy: float
+    num_queries: int
+    scale: float
+
+
+@dataclass(slots=True)
+class _Pass:
+    """What step 1 keeps of one chunk."""
+
+    side: Side
+    chunk: Chunk
+    counts: bool
+    random: RandContext
+    embedding_BD: torch.Tensor
+    gradient_BD: torch.Tensor | None = field(default=None)
+
+
+def gradcache_step(
+    engine: Engine,
+    query_chunks: list[Chunk],
+    document_chunks: list[Chunk],
+    positive_B: torch.Tensor,
+    *,
+    num_real_queries: int | None = None,
+    weight: float = 1.0,
+    last: bool = True,
+    objective: Objective = info_nce,
+) -> StepResult:
+    """Accumulate the exact gradient of one global batch.
+
+    Args:
+        engine: its module answers ``engine(role, touch_vision=..., **chunk)`` with
+            ``(embedding_BD, log_scale_1)`` for the roles ``query`` and ``document``.
+        query_chunks: this rank's query inputs in chunks, on the engine's device.
+        document_chunks: this rank's positives and hard negatives in chunks, in any order.
+        positive_B: [B] int64, for each query the row of its positive among this rank's documents.
+        num_real_queries: rows that count; 0 on a rank that brings only a filler row. All ranks
+            must be told alike whether a rank fills. None: all rows count.
+        weight: factor on the loss, 1 / accumulation steps.
+        last: whether this is the last batch before ``engine.step``.
+        objective: the loss; see ``losses.infonce.info_nce`` for its arguments.
+
+    Returns:
+        The global loss (unweighted), in-batch accuracy, number of queries and similarity scale.
+        A loss that is not finite is returned, not raised; no gradient is computed then, and the
+        engine is left as it was.
+    """
+    own_queries = sum(map(rows_of, query_chunks))
+    own_documents = sum(map(rows_of, document_chunks))
+    fills = num_real_queries == 0
+    queries, documents = agree_on_schedule(
+        query_chunks,
+        document_chunks,
+        (0, 0) if fills else (own_queries, own_documents),
+        rank=engine.rank,
+        touches_every_chunk=engine.touches_every_chunk,
+    )
+    passes, log_scale = _forward_without_graph(engine, [queries, documents])
+    result, scale_gradient = _loss_on_embeddings(
+        engine, passes, queries, documents, positive_B, log_scale, weight, objective
+    )
+    if _is_finite(result):
+        _replay(engine, passes, scale_gradient, last=last)
+    return result
+
+
+def _is_finite(result: StepResult) -> bool:
+    return result.loss == result.loss and abs(result.loss) != float("inf")
+
+
+def _forward_without_graph(engine: Engine, sides: list[Side]) -> tuple[list[_Pass], torch.Tensor]:
+    passes: list[_Pass] = []
+    log_scale = None
+    with torch.no_grad():
+        for side in sides:
+            for chunk, counts in side.calls():
+                random = RandContext(engine.device)
+                # A padding call must leave no trace, not even in the random stream.
+                with contextlib.nullcontext() if counts else random.replay():
+                    embedding_BD, log_scale = engine(
+                        side.role, touch_vision=side.must_touch(chunk), **chunk
+                    )
+                passes.append(_Pass(side, chunk, counts, random, embedding_BD.detach()))
+    return passes, log_scale.detach().clone()
+
+
+def _loss_on_embeddings(
+    engine, passes, queries, documents, positive_B, log_scale, weight, objective
+) -> tuple[StepResult, torch.Tensor]:
+    query_BD = _collect(passes, queries)
+    document_MD = _collect(passes, documents)
+    log_scale.requires_grad_()
+    real_queries = queries.num_rows[engine.rank]
+    width = documents.max_rows
+    padded = torch.nn.functional.pad(document_MD, (0, 0, 0, width - len(document_MD)))
+    gathered_ND = engine.gather(padded[:width])
+    is_document_N = _real_rows(documents, engine.device)
+    num_queries = sum(queries.num_rows)
+    partial = objective(
+        query_BD[:real_queries],
+        gathered_ND,
+        positive_B[:real_queries].to(engine.device) + engine.rank * width,
+        scale_from_log(log_scale),
+        num_queries=num_queries,
+        is_document_N=None if is_document_N.all() else is_document_N,
+    )
+    sums = sum_over_ranks(torch.stack([partial.loss, partial.num_correct]).double()).tolist()
+    result = StepResult(
+        loss=sums[0],
+        accuracy=sums[1] / num_queries,
+        num_queries=num_queries,
+        scale=float(scale_from_log(log_scale.detach())),
+    )
+    if _is_finite(result):
+        (partial.loss * weight).backward()
+        _hand_back(passes, queries, query_BD.grad)
+        _hand_back(passes, documents, document_MD.grad)
+    gradient = log_scale.grad if log_scale.grad is not None else torch.zeros_like(log_scale)
+    return result, gradient
+
+
+def _collect(passes: list[_Pass], side: Side) -> torch.Tensor:
+    """Join one side's embeddings into a leaf; filler rows of padding calls stay out."""
+    joined = torch.cat([p.embedding_BD for p in passes if p.side is side and p.counts])
+    return joined.requires_grad_()
+
+
+def _hand_back(passes: list[_Pass], side: Side, gradient: torch.Tensor | None) -> None:
+    offset = 0
+    for kept in passes:
+        if kept.side is not side or not kept.counts or gradient is None:
+            continue
+        size = len(kept.embedding_BD)
+        kept.gradient_BD = gradient[offset : offset + size]
+        offset += size
+
+
+def _real_rows(documents: Side, device: torch.device) -> torch.Tensor:
+    columns = torch.arange(documents.max_rows, device=device)
+    sizes = torch.tensor(documents.num_rows, device=device)
+    return (columns[None, :] < sizes[:, None]).reshape(-1)
+
+
+def _replay(
+    engine: Engine, passes: list[_Pass], scale_gradient: torch.Tensor, *, last: bool
+) -> None:
+    for position, kept in enumerate(passes):
+        is_final = position == len(passes) - 1
+        with kept.random.replay():
+            embedding_BD, log_scale = engine(
+                kept.side.role, touch_vision=kept.side.must_touch(kept.chunk), **kept.chunk
+            )
+            if kept.gradient_BD is None:
+                surrogate = (embedding_BD * 0.0).sum()
+            else:
+                surrogate = (embedding_BD * kept.gradient_BD).sum()
+            # The temperature's gradient is known already; it rides on one chunk.
+            share = scale_gradient if is_final else torch.zeros_like(scale_gradient)
+            surrogate = surrogate + (log_scale * share).sum()
+            engine.backward(surrogate, last=last and is_final)
+        kept.embedding_BD = kept.gradient_BD = None

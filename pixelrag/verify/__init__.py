@@ -1,0 +1,1 @@
+"""The gradient-equivalence matrix that a user can run on their own machine."""

@@ -225,8 +225,7 @@ def test_no_function_quotes_its_own_docstring(code_set):
 
 def test_same_interpreter_same_bytes_whatever_the_hash_seed(tmp_path):
     code = (
-        "import sys, sysconfig, pathlib; from pixelrag.demo import code_search
-from pixelrag.demo.code_search import build_code_search;"
+        "import sys, sysconfig, pathlib; from pixelrag.demo.code_search import build_code_search;"
         "root = pathlib.Path(sysconfig.get_paths()['stdlib'], 'email');"
         "build_code_search(sys.argv[1], root=root, min_rows=50, max_eval=20)"
     )

@@ -132,8 +132,9 @@ def load_adapter(backbone: nn.Module, source: ModelSource, base_name: str) -> Pe
     expected = set(get_peft_model_state_dict(model, save_embedding_layers=False))
     if saved != expected:
         raise ModelError(
-            f"{name}: the adapter does not fit {base_name}. Keys that only the file has: "
-            f"{_some(saved - expected)}; keys that only the model has: {_some(expected - saved)}"
+            f"{name}: the adapter does not fit {base_name}, was it trained on another model or "
+            f"written by another tool? Keys that only the file has: {_some(saved - expected)}; "
+            f"keys that only the model has: {_some(expected - saved)}"
         )
     model.peft_config["default"].base_model_name_or_path = base_name
     return model

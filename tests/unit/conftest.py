@@ -1,0 +1,38 @@
+"""Tiny models and images that several test files share; each is written once a session."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+# No test fetches anything: a name that is no folder must fail at once, not after retries.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of the tiny models: `bert`, `qwen3`, `qwen3_vl`, and `bert_dropout`."""
+    from pixelrag.models.tiny import save_tiny_bert, save_tiny_qwen3, save_tiny_qwen3_vl
+
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "bert": save_tiny_bert(root / "bert"),
+        "bert_dropout": save_tiny_bert(root / "bert_dropout", dropout=0.2),
+        "qwen3": save_tiny_qwen3(root / "qwen3"),
+        "qwen3_vl": save_tiny_qwen3_vl(root / "qwen3_vl"),
+    }
+
+
+@pytest.fixture(scope="session")
+def tiles(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Four images of unlike sizes (6, 8, 1 and 20 visual tokens)."""
+    root = tmp_path_factory.mktemp("tiles")
+    generator = np.random.default_rng(0)
+    paths = []
+    for index, (height, width) in enumerate([(64, 96), (130, 50), (32, 32), (128, 160)]):
+        pixels = generator.integers(0, 255, (height, width, 3), dtype=np.uint8)
+        paths.append(root / f"{index}.png")
+        Image.fromarray(pixels).save(paths[-1])
+    return paths

@@ -35,7 +35,12 @@ def published_folder(out_dir: Path, kind: str) -> Iterator[Path]:
         yield fresh
         if out_dir.exists():
             os.replace(out_dir, old)
-        os.replace(fresh, out_dir)
+        try:
+            os.replace(fresh, out_dir)
+        except OSError:
+            if old.exists():
+                os.replace(old, out_dir)
+            raise
     except OSError as error:
         raise DataError(
             f"{out_dir} cannot be written: {error.strerror or error}; nothing was left there"

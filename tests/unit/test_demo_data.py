@@ -278,7 +278,7 @@ def test_a_folder_of_the_same_kind_is_replaced_and_any_other_refused(tmp_path):
         build_code_search(tmp_path / "file")
 
 
-def test_a_failure_in_the_middle_leaves_what_was_there(tmp_path):
+def test_a_failure_in_the_middle_leaves_what_was_there(tmp_path, monkeypatch):
     target = tmp_path / "out"
     with published_folder(target, "kind") as folder:
         write_manifest(folder, "kind", {"number": 1})
@@ -292,6 +292,16 @@ def test_a_failure_in_the_middle_leaves_what_was_there(tmp_path):
         run_out_of_space(folder)
     with pytest.raises(KeyError), published_folder(target, "kind"):
         raise KeyError
+    replace = os.replace
+
+    def refuse_the_new(source: Path, destination: Path) -> None:
+        if source.name == "new":
+            raise OSError(5, os.strerror(5))
+        replace(source, destination)
+
+    monkeypatch.setattr(os, "replace", refuse_the_new)
+    with pytest.raises(DataError, match="Input/output error"), published_folder(target, "kind"):
+        pass
     assert os.listdir(tmp_path) == ["out"]
     assert os.listdir(target) == ["manifest.json"]
 

@@ -1,0 +1,85 @@
+"""The oracle: one process, float64, the whole global batch in one graph, plain autograd."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pixelrag.gradcache.minibatch import split_batch
+from pixelrag.losses.infonce import info_nce
+from pixelrag.losses.temperature import scale_from_log
+from pixelrag.verify.cases import Case
+from pixelrag.verify.inputs import batch_of_rank, load_biencoder
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The global batch's loss and gradients."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+
+
+class Oracle:
+    """Computes references and keeps those that several cases share."""
+
+    def __init__(self, folder: Path, world_size: int) -> None:
+        self._folder = folder
+        self._world_size = world_size
+        self._models: dict = {}
+        self._kept: dict = {}
+
+    def __call__(self, case: Case) -> Reference:
+        """Return the reference of ``case``; engines and, without dropout, chunk sizes share it."""
+        chunk = case.chunk_size if case.dropout else None
+        key = (case.training, case.dropout, chunk, case.negatives, case.modality)
+        if key not in self._kept:
+            self._kept[key] = self._compute(case)
+        return self._kept[key]
+
+    def _compute(self, case: Case) -> Reference:
+        model, preprocessor = self._model(case)
+        model.zero_grad()
+        queries, documents, positives, num_documents = [], [], [], 0
+        for rank in range(self._world_size):
+            query, document, positive = batch_of_rank(case, rank, self._folder, preprocessor)
+            seed_rank(rank)  # dropout falls by rank and by chunk, in the engines' order
+            for chunk in split_batch(query, case.chunk_size):
+                embedding, log_scale = model("query", **_double(chunk))
+                queries.append(embedding)
+            for chunk in split_batch(document, case.chunk_size):
+                documents.append(model("document", **_double(chunk))[0])
+            positives.append(positive + num_documents)
+            num_documents += len(document["attention_mask"])
+        query_BD = torch.cat(queries)
+        loss = info_nce(
+            query_BD,
+            torch.cat(documents),
+            torch.cat(positives),
+            scale_from_log(log_scale),
+            num_queries=len(query_BD),
+        ).loss
+        loss.backward()
+        gradients = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        }
+        return Reference(loss.item(), gradients)
+
+    def _model(self, case: Case):
+        key = (case.training, case.dropout)
+        if key not in self._models:
+            self._models[key] = load_biencoder(self._folder, *key, torch.float64)
+        return self._models[key]
+
+
+def seed_rank(rank: int) -> None:
+    """Start a rank's random stream for one step."""
+    torch.manual_seed(1_000 + rank)
+
+
+def _double(chunk: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {k: v.double() if v.is_floating_point() else v for k, v in chunk.items()}

@@ -28,6 +28,13 @@ _DEFAULTS: tuple[tuple[str, ...], ...] = (
         "attention.self.value",
         "attention.output.dense",
     ),
+    (
+        "attention.self.query_proj",
+        "attention.self.key_proj",
+        "attention.self.value_proj",
+        "attention.output.dense",
+    ),
+    ("q_proj", "k_proj", "v_proj", "out_proj"),
     ("attention.attn.q", "attention.attn.k", "attention.attn.v", "attention.attn.o"),
     ("attention.q_lin", "attention.k_lin", "attention.v_lin", "attention.out_lin"),
     ("attention.query", "attention.key", "attention.value", "attention.dense"),

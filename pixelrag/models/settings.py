@@ -9,7 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoTokenizer,
+    PreTrainedModel,
+)
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from pixelrag.config.parts import ModelConfig
@@ -115,8 +120,13 @@ def _pooling(
 
 def _is_causal(model: PreTrainedModel) -> bool:
     """Whether tokens see only what is before them, so that only the last has read everything."""
-    flags = {bool(m.is_causal) for m in model.modules() if hasattr(m, "is_causal")}
-    return flags == {True} or getattr(model.config, "is_decoder", False)
+    config = model.config
+    if getattr(config, "use_bidirectional_attention", False):
+        return False
+    kind = type(config)
+    # Most encoders can also be had as decoders; the kinds that are nothing else are causal.
+    decoder_only = kind in MODEL_FOR_CAUSAL_LM_MAPPING and kind not in MODEL_FOR_MASKED_LM_MAPPING
+    return decoder_only or getattr(config, "is_decoder", False)
 
 
 def _load_image_processor(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from tokenizers import (
@@ -54,19 +55,22 @@ _CHAT_TEMPLATE = (
 def wordpiece_tokenizer(
     texts: Sequence[str] = SAMPLE, *, vocab_size: int = 600, max_length: int = 128
 ) -> PreTrainedTokenizerFast:
-    """A lower-casing WordPiece tokenizer in BERT's form: [CLS] text [SEP]."""
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size,
-        special_tokens=special,
-        # Every printable character, so that no ASCII text is unknown.
-        initial_alphabet=[chr(code) for code in range(33, 127)],
-        show_progress=False,
+    """A lower-casing WordPiece tokenizer in BERT's form, [CLS] text [SEP]: the printable ASCII
+    characters and the most frequent words of `texts`."""
+    # The library's own WordPiece trainer numbers the pieces differently on every run.
+    characters = [chr(code) for code in range(33, 127) if not chr(code).isupper()]
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *characters]
+    pieces += ["##" + character for character in characters]
+    split, lower = pre_tokenizers.BertPreTokenizer(), normalizers.BertNormalizer(lowercase=True)
+    counts = Counter(
+        word for text in texts for word, _ in split.pre_tokenize_str(lower.normalize_str(text))
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    by_frequency = sorted(counts, key=lambda word: (-counts[word], word))
+    pieces += [word for word in by_frequency if len(word) > 1][: max(0, vocab_size - len(pieces))]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = lower
+    tokenizer.pre_tokenizer = split
     cls, sep = (tokenizer.token_to_id(token) for token in ("[CLS]", "[SEP]"))
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", cls), ("[SEP]", sep)]

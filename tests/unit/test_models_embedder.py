@@ -240,9 +240,9 @@ def test_gradient_checkpointing_changes_nothing(
     assert calls[0] == 2 * len(saving.blocks()), "blocks were not recomputed"
     if kind == "bert_dropout" or with_lora:
         other = _gradients(plain, batch, seed=1)
-        assert any(
-            g is not None and _relative(other[n], g) > 1e-3 for n, g in expected.items()
-        ), "dropout was not active"
+        assert any(g is not None and _relative(other[n], g) > 1e-3 for n, g in expected.items()), (
+            "dropout was not active"
+        )
 
 
 def _count_forwards(embedder: Embedder) -> list[int]:

@@ -74,7 +74,7 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
     for name in ("cut.png", "text.png", "folder.png"):
         with pytest.raises(DataError, match=rf"{name} cannot be decoded"):
             load_rgb(tmp_path / name)
-    with pytest.raises(DataError, match="gone.png does not exist"):
+    with pytest.raises(DataError, match=r"gone\.png does not exist"):
         load_rgb(tmp_path / "gone.png")
 
 

@@ -32,7 +32,7 @@ def test_pools_real_tokens_only(side: str, mode: str) -> None:
 
 def test_unknown_mode_is_refused() -> None:
     hidden, mask, _ = _padded("right")
-    with pytest.raises(ValueError, match="'max'.*mean, cls, last"):
+    with pytest.raises(ValueError, match=r"'max'.*mean, cls, last"):
         pool(hidden, mask, "max")
 
 

@@ -95,12 +95,12 @@ def test_texts_alone_carry_no_pixels(vl: Preprocessor) -> None:
 
 
 def test_spelled_special_tokens_are_plain_text(vl: Preprocessor) -> None:
-    for row in (_rows(vl.queries([SPELLED]))[0], _rows(vl.documents([Document.of_text(SPELLED)]))[0]):
-        text = vl.tokenizer.decode(row)
-        assert SPELLED in text
-        special = {name: vl.tokenizer.get_vocab()[f"<|{name}|>"] for name in ("im_end", "image_pad")}
-        assert row.count(special["im_end"]) == 2
-        assert row.count(special["image_pad"]) == 0
+    token_ids = vl.tokenizer.get_vocab()
+    for batch in (vl.queries([SPELLED]), vl.documents([Document.of_text(SPELLED)])):
+        (row,) = _rows(batch)
+        assert SPELLED in vl.tokenizer.decode(row)
+        assert row.count(token_ids["<|im_end|>"]) == 2
+        assert row.count(token_ids["<|image_pad|>"]) == 0
 
 
 def test_truncation_spares_the_template(tiny_models: dict[str, Path]) -> None:

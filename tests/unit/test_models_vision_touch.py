@@ -82,12 +82,8 @@ def test_gradients_arrive_in_the_order_of_a_real_image_pass(
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("lora", [False, True])
-def test_changes_no_number(
-    tiny_models: dict[str, Path], lora: bool, checkpointing: bool
-) -> None:
-    embedder, preprocessor = _load(
-        tiny_models["qwen3_vl"], lora=lora, checkpointing=checkpointing
-    )
+def test_changes_no_number(tiny_models: dict[str, Path], lora: bool, checkpointing: bool) -> None:
+    embedder, preprocessor = _load(tiny_models["qwen3_vl"], lora=lora, checkpointing=checkpointing)
     batch = preprocessor.queries(TEXTS)
     expected = _step(embedder, batch, touch=False)
     gradients = {n: p.grad for n, p in embedder.named_parameters()}

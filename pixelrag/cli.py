@@ -91,7 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PixelragError as error:
         if debug:
             raise
-        sys.stderr.write(f"{_who()}error: {error}\n")
+        if not (error.told_by_main and os.environ.get("RANK", "0") != "0"):
+            sys.stderr.write(f"{_who()}error: {error}\n")
         return error.exit_code
     except KeyboardInterrupt:
         if debug:

@@ -10,6 +10,8 @@ class PixelragError(Exception):
     """Base of all errors below; ends the command with `exit_code`."""
 
     exit_code = 1
+    told_by_main = False
+    """Set where every rank raises the same error: rank 0 alone prints it."""
 
 
 class ConfigError(PixelragError):

@@ -6,8 +6,19 @@ order. With one process each is the identity.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 import torch.distributed as dist
+
+from pixelrag.errors import EngineError, PixelragError
+
+T = TypeVar("T")
+
+# torch 2.13 renamed them and warns at every call of the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def _host_device() -> torch.device:
@@ -34,7 +45,7 @@ def exchange(values: list[int]) -> list[list[int]]:
         return [list(values)]
     mine = torch.tensor(values, dtype=torch.int64, device=_host_device())
     everyone = torch.empty(world_size * len(values), dtype=torch.int64, device=mine.device)
-    dist.all_gather_into_tensor(everyone, mine)
+    _all_gather(everyone, mine)
     return everyone.view(world_size, len(values)).tolist()
 
 
@@ -51,14 +62,14 @@ class _GatherSum(torch.autograd.Function):
     def forward(ctx, local_BD: torch.Tensor) -> torch.Tensor:
         world_size = dist.get_world_size()
         gathered = local_BD.new_empty(world_size * local_BD.shape[0], *local_BD.shape[1:])
-        dist.all_gather_into_tensor(gathered, local_BD.contiguous())
+        _all_gather(gathered, local_BD.contiguous())
         return gathered
 
     @staticmethod
     def backward(ctx, grad_ND: torch.Tensor) -> torch.Tensor:
         world_size = dist.get_world_size()
         local = grad_ND.new_empty(grad_ND.shape[0] // world_size, *grad_ND.shape[1:])
-        dist.reduce_scatter_tensor(local, grad_ND.contiguous(), op=dist.ReduceOp.SUM)
+        _reduce_scatter(local, grad_ND.contiguous(), op=dist.ReduceOp.SUM)
         return local
 
 
@@ -72,3 +83,45 @@ def gather_with_grad(local_BD: torch.Tensor) -> torch.Tensor:
     if dist.get_world_size() == 1:
         return local_BD
     return _GatherSum.apply(local_BD)
+
+
+def from_main(function: Callable[[], T]) -> T:
+    """Run ``function`` on rank 0 alone and give every rank its result, or its error.
+
+    For what only one process should do: check files, resolve paths, write shared folders. The
+    result must be picklable; it travels between processes of one job only.
+
+    Raises:
+        PixelragError: on every rank, when it was raised on rank 0; rank 0 is the one to tell it.
+    """
+    if dist.get_world_size() == 1:
+        return function()
+    outcome: list = [None, None]
+    raised: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = function()
+        except Exception as error:  # noqa: BLE001 - told to the other ranks, then raised here
+            raised = error
+            kind = type(error) if isinstance(error, PixelragError) else EngineError
+            outcome[1] = (kind, str(error))
+    dist.broadcast_object_list(outcome, src=0, device=_host_device())
+    if raised is not None:
+        raise raised
+    if outcome[1] is not None:
+        kind, message = outcome[1]
+        raise told_by_main(kind(message))
+    return outcome[0]
+
+
+def told_by_main(error: PixelragError) -> PixelragError:
+    """Mark an error that every rank raises alike, so that only rank 0 prints it."""
+    error.told_by_main = True
+    return error
+
+
+def gather_objects(value: T) -> list[T]:
+    """Return every rank's small Python object, indexed by rank."""
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone

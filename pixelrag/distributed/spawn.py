@@ -137,7 +137,7 @@ if __name__ == "__main__":
     code = 0
     try:
         _work(sys.argv[1])
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - shown below; the parent raises
         traceback.print_exc()
         code = 1
     sys.stdout.flush()

@@ -27,6 +27,7 @@ class Side:
     num_rows: list[int]  # by rank
     num_padding_chunks: int
     touch_vision: bool
+    num_tokens: int  # of all ranks' real rows
 
     @property
     def max_rows(self) -> int:
@@ -69,12 +70,13 @@ def agree_on_schedule(
     Raises:
         DataError: on all ranks, when some rank has no chunk to run at all.
     """
-    images = [
-        any("pixel_values" in c for c in chunks) for chunks in (query_chunks, document_chunks)
+    sides = (query_chunks, document_chunks)
+    images = [any("pixel_values" in chunk for chunk in chunks) for chunks in sides]
+    tokens = [
+        _num_tokens(chunks) if real else 0 for chunks, real in zip(sides, num_real, strict=True)
     ]
-    table = exchange(
-        [len(query_chunks), len(document_chunks), *num_real, int(images[0]), int(images[1])]
-    )
+    mine = [*map(len, sides), *num_real, *map(int, images), *tokens]
+    table = exchange(mine)
     empty = [r for r, row in enumerate(table) if row[0] == 0 or row[1] == 0]
     if empty:
         raise DataError(
@@ -85,19 +87,18 @@ def agree_on_schedule(
     any_images = [any(row[i] for row in table) for i in (4, 5)]
     if touches_every_chunk:
         any_images = [any(any_images)] * 2
-    return (
+    return tuple(
         Side(
-            "query",
-            query_chunks,
-            [row[2] for row in table],
-            most[0] - len(query_chunks),
-            any_images[0],
-        ),
-        Side(
-            "document",
-            document_chunks,
-            [row[3] for row in table],
-            most[1] - len(document_chunks),
-            any_images[1],
-        ),
+            role,
+            sides[i],
+            [row[2 + i] for row in table],
+            most[i] - len(sides[i]),
+            any_images[i],
+            sum(row[6 + i] for row in table),
+        )
+        for i, role in enumerate(("query", "document"))
     )
+
+
+def _num_tokens(chunks: list[Chunk]) -> int:
+    return sum(int(chunk["attention_mask"].sum()) for chunk in chunks)

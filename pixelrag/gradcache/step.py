@@ -14,6 +14,8 @@ The order of the calls is the same on all ranks; see `schedule`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -36,7 +38,16 @@ class StepResult:
     loss: float
     accuracy: float
     num_queries: int
+    num_tokens: int
     scale: float
+    # Rows of this rank whose embeddings hold NaN or infinity; looked for when the loss does.
+    bad_queries: tuple[int, ...] = ()
+    bad_documents: tuple[int, ...] = ()
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the loss is a number; if not, no gradient was computed."""
+        return math.isfinite(self.loss)
 
 
 @dataclass(slots=True)
@@ -67,7 +78,7 @@ def gradcache_step(
     Args:
         engine: its module answers ``engine(role, touch_vision=..., **chunk)`` with
             ``(embedding_BD, log_scale_1)`` for the roles ``query`` and ``document``.
-        query_chunks: this rank's query inputs in chunks, on the engine's device.
+        query_chunks: this rank's query inputs in chunks, on any device.
         document_chunks: this rank's positives and hard negatives in chunks, in any order.
         positive_B: [B] int64, for each query the row of its positive among this rank's documents.
         num_real_queries: rows that count; 0 on a rank that brings only a filler row. All ranks
@@ -95,13 +106,9 @@ def gradcache_step(
     result, scale_gradient = _loss_on_embeddings(
         engine, passes, queries, documents, positive_B, log_scale, weight, objective
     )
-    if _is_finite(result):
+    if result.is_finite:
         _replay(engine, passes, scale_gradient, last=last)
     return result
-
-
-def _is_finite(result: StepResult) -> bool:
-    return result.loss == result.loss and abs(result.loss) != float("inf")
 
 
 def _forward_without_graph(engine: Engine, sides: list[Side]) -> tuple[list[_Pass], torch.Tensor]:
@@ -113,11 +120,15 @@ def _forward_without_graph(engine: Engine, sides: list[Side]) -> tuple[list[_Pas
                 random = RandContext(engine.device)
                 # A padding call must leave no trace, not even in the random stream.
                 with contextlib.nullcontext() if counts else random.replay():
-                    embedding_BD, log_scale = engine(
-                        side.role, touch_vision=side.must_touch(chunk), **chunk
-                    )
+                    embedding_BD, log_scale = _forward(engine, side, chunk)
                 passes.append(_Pass(side, chunk, counts, random, embedding_BD.detach()))
     return passes, log_scale.detach().clone()
+
+
+def _forward(engine: Engine, side: Side, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
+    # Only the chunk in use lies on the device: the pixels of a whole batch may not fit there.
+    inputs = {key: value.to(engine.device, non_blocking=True) for key, value in chunk.items()}
+    return engine(side.role, touch_vision=side.must_touch(chunk), **inputs)
 
 
 def _loss_on_embeddings(
@@ -145,14 +156,22 @@ def _loss_on_embeddings(
         loss=sums[0],
         accuracy=sums[1] / num_queries,
         num_queries=num_queries,
+        num_tokens=queries.num_tokens + documents.num_tokens,
         scale=float(scale_from_log(log_scale.detach())),
     )
-    if _is_finite(result):
+    if not result.is_finite:
+        bad = [_bad_rows(side_MD) for side_MD in (query_BD, document_MD)]
+        result = dataclasses.replace(result, bad_queries=bad[0], bad_documents=bad[1])
+    if result.is_finite:
         (partial.loss * weight).backward()
         _hand_back(passes, queries, query_BD.grad)
         _hand_back(passes, documents, document_MD.grad)
     gradient = log_scale.grad if log_scale.grad is not None else torch.zeros_like(log_scale)
     return result, gradient
+
+
+def _bad_rows(rows_MD: torch.Tensor) -> tuple[int, ...]:
+    return tuple((~torch.isfinite(rows_MD).all(dim=1)).nonzero().flatten().tolist())
 
 
 def _collect(passes: list[_Pass], side: Side) -> torch.Tensor:
@@ -183,9 +202,7 @@ def _replay(
     for position, kept in enumerate(passes):
         is_final = position == len(passes) - 1
         with kept.random.replay():
-            embedding_BD, log_scale = engine(
-                kept.side.role, touch_vision=kept.side.must_touch(kept.chunk), **kept.chunk
-            )
+            embedding_BD, log_scale = _forward(engine, kept.side, kept.chunk)
             if kept.gradient_BD is None:
                 surrogate = (embedding_BD * 0.0).sum()
             else:

@@ -176,7 +176,7 @@ def _seal(temporary: Path, info: Mapping[str, Any]) -> None:
     manifest = {
         "format": _FORMAT,
         "info": dict(info),
-        "versions": _versions(),
+        "versions": versions(),
         "files": {
             file.relative_to(temporary).as_posix(): entry
             for file, entry in zip(files, entries, strict=True)
@@ -294,9 +294,10 @@ def _fsync(path: Path) -> None:
         os.close(fd)
 
 
-def _versions() -> dict[str, str]:
-    versions = {"pixelrag": __version__}
+def versions() -> dict[str, str]:
+    """Versions of pixelrag and of the libraries that shape a checkpoint."""
+    found = {"pixelrag": __version__}
     for name in _VERSIONS_OF:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    return versions
+            found[name] = importlib.metadata.version(name)
+    return found

@@ -1,0 +1,1 @@
+"""Encoding collections with the model being trained."""

@@ -1,0 +1,99 @@
+"""From rows to a rank's model inputs, in this process or in loader workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from pixelrag.data.pairs import PairDataset
+from pixelrag.data.sampler import GlobalBatchSampler
+from pixelrag.data.schema import Document
+from pixelrag.evaluate.pairs import document_length
+from pixelrag.models.preprocess import Preprocessor
+
+
+@dataclass(slots=True)
+class PairBatch:
+    """One rank's part of a global batch.
+
+    Attributes:
+        queries: inputs of [B] queries.
+        documents: inputs of [M] documents, positives and hard negatives in any order.
+        positive_B: [B] int64, the document that answers each query.
+        num_real_queries: B, or 0 where the one row only fills the rank's place.
+        query_ids: sample id of each query.
+        document_ids: sample id of the row that each document belongs to.
+    """
+
+    queries: dict[str, torch.Tensor]
+    documents: dict[str, torch.Tensor]
+    positive_B: torch.Tensor
+    num_real_queries: int
+    query_ids: list[str]
+    document_ids: list[str]
+
+
+class PairCollator(Dataset):
+    """Maps a list of row indices to a ``PairBatch``; picklable.
+
+    Queries and documents are sorted by length, so that the chunks cut from them pad little. The
+    loss does not depend on their order.
+    """
+
+    def __init__(self, dataset: PairDataset, preprocessor: Preprocessor) -> None:
+        self._dataset = dataset
+        self._preprocessor = preprocessor
+
+    def __getitem__(self, indices: list[int]) -> PairBatch:
+        # An empty share still needs inputs: sharded forwards are collectives.
+        rows = [self._dataset[i] for i in indices or [0]]
+        rows.sort(key=lambda row: len(row.query))
+        documents: list[tuple[Document, str, int | None]] = []
+        for position, row in enumerate(rows):
+            documents.append((row.positive, row.sample_id, position))
+            documents += [(negative, row.sample_id, None) for negative in row.negatives]
+        documents.sort(key=lambda entry: document_length(entry[0]))
+        positive_B = torch.empty(len(rows), dtype=torch.int64)
+        for index, (_, _, position) in enumerate(documents):
+            if position is not None:
+                positive_B[position] = index
+        return PairBatch(
+            queries=self._preprocessor.queries([row.query for row in rows]),
+            documents=self._preprocessor.documents([entry[0] for entry in documents]),
+            positive_B=positive_B,
+            num_real_queries=len(indices),
+            query_ids=[row.sample_id for row in rows],
+            document_ids=[entry[1] for entry in documents],
+        )
+
+
+def load_batches(
+    dataset: PairDataset,
+    sampler: GlobalBatchSampler,
+    preprocessor: Preprocessor,
+    *,
+    num_workers: int = 0,
+) -> Iterator[PairBatch]:
+    """Endless batches in the sampler's order.
+
+    Args:
+        dataset: the rows.
+        sampler: names this rank's rows of each global batch.
+        preprocessor: makes model inputs.
+        num_workers: processes that prepare batches ahead; 0 = none beside this one.
+    """
+    collator = PairCollator(dataset, preprocessor)
+    if num_workers == 0:
+        return (collator[indices] for indices in sampler)
+    loader = DataLoader(
+        collator,
+        batch_size=None,  # an index is a whole batch already
+        sampler=sampler,
+        num_workers=num_workers,
+        persistent_workers=True,
+        pin_memory=torch.cuda.is_available(),
+    )
+    return iter(loader)

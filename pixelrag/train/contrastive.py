@@ -1,0 +1,270 @@
+"""`pixelrag contrastive`: trains a bi-encoder with GradCache on any engine."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pixelrag.config.contrastive import ContrastiveConfig
+from pixelrag.data.images import image_progress_bar
+from pixelrag.data.pairs import DataReport, PairDataset, check_files, load_corpus
+from pixelrag.data.sampler import GlobalBatchSampler
+from pixelrag.distributed.collectives import from_main
+from pixelrag.distributed.env import World, process_group, read_ranks
+from pixelrag.engine import Engine, build_engine
+from pixelrag.evaluate.pairs import PairEvaluator
+from pixelrag.export.hf import export_embedder
+from pixelrag.gradcache import gradcache_step, split_batch
+from pixelrag.losses.temperature import scale_from_log
+from pixelrag.models import Preprocessor, load_embedder
+from pixelrag.models.biencoder import BiEncoder
+from pixelrag.train.batches import PairBatch, load_batches
+from pixelrag.train.checkpoint import resolve_resume
+from pixelrag.train.loop import Loop
+from pixelrag.train.optimizer import adamw
+from pixelrag.train.run_state import load_optimizer, load_parameters, read_state
+from pixelrag.train.sinks import check_sinks
+from pixelrag.train.task import StepReport
+
+logger = logging.getLogger("pixelrag")
+
+
+def main(config: ContrastiveConfig) -> int:
+    """Train what ``config`` says; returns the exit code.
+
+    Raises:
+        PixelragError: see the message; raised before the model is loaded where possible.
+    """
+    check_sinks([n for n in ("tensorboard", "wandb", "trackio") if getattr(config.logging, n)])
+    show_log(read_ranks()[0])
+    with process_group(config.engine.device, config.engine.timeout_seconds) as world:
+        train(config, world)
+    return 0
+
+
+def train(config: ContrastiveConfig, world: World) -> dict[str, Any]:
+    """Run the job inside an existing process group; a collective. Returns the run's summary."""
+    output = Path(config.output_dir)
+    checkpoint = from_main(lambda: resolve_resume(config.checkpoint.resume, output))
+    dataset = open_dataset(config, config.data.train, world)
+    sampler = GlobalBatchSampler(
+        len(dataset),
+        config.batch.per_device_batch_size * world.world_size,
+        world.rank,
+        world.world_size,
+        config.seed,
+        config.data.drop_last,
+    )
+    total_steps = num_steps(config, sampler)
+    state = None
+    if checkpoint is not None:
+        state = from_main(lambda: read_state(checkpoint, config))
+        sampler.load_state_dict(state.position)
+        if state.step >= total_steps:
+            logger.info("%s has all %d steps; nothing to do", checkpoint, total_steps)
+            return {"step": state.step}
+        logger.info("resuming from %s, step %d of %d", checkpoint, state.step, total_steps)
+    task = ContrastiveTask(config, world, dataset, sampler, checkpoint)
+    _say_arithmetic(config, world, len(dataset), total_steps)
+    return Loop(task, config, world, total_steps, state).run()
+
+
+class ContrastiveTask:
+    """The contrastive job as the loop sees it.
+
+    Args:
+        config: the job's configuration.
+        world: this process's place.
+        dataset: training rows.
+        sampler: names this rank's rows of each global batch.
+        checkpoint: a folder to take parameters and optimizer state from, or None.
+    """
+
+    def __init__(
+        self,
+        config: ContrastiveConfig,
+        world: World,
+        dataset: PairDataset,
+        sampler: GlobalBatchSampler,
+        checkpoint: Path | None,
+    ) -> None:
+        self._config = config
+        self._sampler = sampler
+        self._container, self._preprocessor = build_biencoder(config)
+        self._embedder = self._container.encoder
+        self._evaluator = build_evaluator(config, world, self._preprocessor)
+        if checkpoint is not None:
+            load_parameters(checkpoint, self._container)
+        self.engine = engine_for(config, world, self._container)
+        if checkpoint is not None:
+            load_optimizer(checkpoint, self.engine)
+        self._consumed = sampler.position
+        self._batches: Iterator[PairBatch] = load_batches(
+            dataset, sampler, self._preprocessor, num_workers=config.data.num_workers
+        )
+        self._scale = 1.0 / config.loss.temperature
+
+    def next_batch(self) -> PairBatch:
+        batch = next(self._batches)
+        self._consumed += 1
+        return batch
+
+    def sample_ids(self, batch: PairBatch) -> list[str]:
+        return batch.query_ids
+
+    def accumulate(self, batch: PairBatch, *, weight: float, last: bool) -> StepReport:
+        chunk_size = self._config.batch.chunk_size
+        result = gradcache_step(
+            self.engine,
+            split_batch(batch.queries, chunk_size),
+            split_batch(batch.documents, chunk_size),
+            batch.positive_B,
+            num_real_queries=batch.num_real_queries,
+            weight=weight,
+            last=last,
+        )
+        self._scale = result.scale
+        suspects = [batch.query_ids[i] for i in result.bad_queries]
+        suspects += [batch.document_ids[i] for i in result.bad_documents]
+        return StepReport(
+            loss=result.loss,
+            rows=result.num_queries,
+            tokens=result.num_tokens,
+            figures={"train/accuracy": result.accuracy},
+            suspects=list(dict.fromkeys(suspects)),
+        )
+
+    def step_figures(self) -> dict[str, float]:
+        return {"train/temperature": 1.0 / self._scale}
+
+    def evaluate(self) -> dict[str, float]:
+        if self._evaluator is None:
+            return {}
+        return self._evaluator(self.engine, self._scale).figures
+
+    def position(self) -> dict[str, Any]:
+        return self._sampler.state_dict(self._consumed)
+
+    def export(self, folder: Path) -> None:
+        full = self.engine.full_parameters(trainable_only=self._config.lora.enabled)
+        encoder = {
+            name.removeprefix("encoder."): tensor
+            for name, tensor in full.items()
+            if name.startswith("encoder.")
+        }
+
+        def write() -> None:
+            scale = scale_from_log(full["logit_scale.log_scale"]) if self._learns else None
+            temperature = self._config.loss.temperature if scale is None else 1.0 / float(scale)
+            export_embedder(
+                self._embedder, self._preprocessor, encoder, folder, temperature=temperature
+            )
+
+        from_main(write)
+
+    @property
+    def _learns(self) -> bool:
+        return self._config.loss.learnable_temperature
+
+
+def build_biencoder(config: ContrastiveConfig) -> tuple[BiEncoder, Preprocessor]:
+    """Load the encoder and put the temperature beside it, on the CPU."""
+    bf16 = config.engine.precision == "bf16"
+    # A frozen base needs no fp32 master; whatever is trained has one.
+    dtype = torch.bfloat16 if bf16 and config.lora.enabled else torch.float32
+    embedder, preprocessor = load_embedder(
+        config.model, config.lora, dtype=dtype, half_precision=bf16, seed=config.seed
+    )
+    container = BiEncoder(
+        embedder,
+        temperature=config.loss.temperature,
+        learnable_temperature=config.loss.learnable_temperature,
+    )
+    return container, preprocessor
+
+
+def engine_for(config: ContrastiveConfig, world: World, container: BiEncoder) -> Engine:
+    """Build the engine that the configuration names around the container; a collective."""
+    engine = config.engine
+    return build_engine(
+        container,
+        adamw(config.optim),
+        name=engine.name,
+        device=world.device,
+        blocks=container.encoder.blocks(),
+        precision=engine.precision,
+        grad_sync=engine.grad_sync,
+        params=engine.params,
+        offload_optimizer=engine.offload_optimizer,
+        deepspeed=engine.deepspeed,
+    )
+
+
+def build_evaluator(
+    config: ContrastiveConfig, world: World, preprocessor: Preprocessor
+) -> PairEvaluator | None:
+    """Open the held-out rows; None where the configuration names none."""
+    if not config.data.eval:
+        return None
+    rows = open_dataset(config, config.data.eval, world).rows
+    corpus = config.eval.corpus
+    return PairEvaluator(
+        rows[: config.eval.max_rows],
+        preprocessor,
+        corpus=from_main(lambda: load_corpus(corpus)) if corpus else None,
+        batch_size=config.eval.batch_size,
+        retrieval=config.eval.retrieval,
+    )
+
+
+def open_dataset(config: ContrastiveConfig, paths: list[str], world: World) -> PairDataset:
+    """Check files and images on rank 0, open them on every rank; a collective."""
+    cap = config.data.num_hard_negatives
+
+    def check() -> str:
+        with image_progress_bar(f"Opening images of {', '.join(paths)}") as progress:
+            return check_files(paths, progress, num_hard_negatives=cap).to_json()
+
+    report = DataReport.from_json(from_main(check))
+    return PairDataset(paths, config.data.bad_rows, cap, report=report)
+
+
+def num_steps(config: ContrastiveConfig, sampler: GlobalBatchSampler) -> int:
+    """Optimizer steps of the whole run."""
+    if config.optim.max_steps is not None:
+        return config.optim.max_steps
+    batches = config.optim.num_epochs * sampler.batches_per_epoch
+    return max(1, math.ceil(batches / config.batch.gradient_accumulation_steps))
+
+
+def show_log(rank: int) -> None:
+    """Let rank 0 tell what pixelrag does; other ranks speak only of errors."""
+    if not logger.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)
+        logger.propagate = False
+    logger.setLevel(logging.INFO if rank == 0 else logging.ERROR)
+    # Hub and tokenizer chatter of every rank would bury it.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def _say_arithmetic(
+    config: ContrastiveConfig, world: World, num_rows: int, total_steps: int
+) -> None:
+    batch = config.batch
+    rows = batch.per_device_batch_size * world.world_size
+    accumulated = batch.gradient_accumulation_steps
+    logger.info(
+        "%d rows; a step sees %d rows (%d a rank x %d ranks x %d accumulated) in chunks of %d; "
+        "%d steps, %.2f epochs",
+        *(num_rows, rows * accumulated, batch.per_device_batch_size, world.world_size),
+        *(accumulated, batch.chunk_size, total_steps, total_steps * accumulated * rows / num_rows),
+    )

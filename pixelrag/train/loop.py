@@ -1,0 +1,240 @@
+"""The training loop, the only one: every job is a `Task` that runs in here.
+
+A step is: set the learning rate; accumulate the gradient of one or more global batches; check
+that loss and norm are finite; clip, update; log, evaluate, save, stop when they are due.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+from pixelrag.config.base import JobConfig, dump, fingerprint
+from pixelrag.distributed.collectives import agree_max, from_main, told_by_main
+from pixelrag.distributed.env import World
+from pixelrag.errors import NonFiniteError
+from pixelrag.train.atomic import versions
+from pixelrag.train.checkpoint import checkpoint_dir, rotate
+from pixelrag.train.metrics import RunningMeans, Throughput, peak_memory
+from pixelrag.train.metrics_writer import MetricsWriter
+from pixelrag.train.optimizer import set_learning_rate
+from pixelrag.train.progress import ProgressView
+from pixelrag.train.run_state import RunState, gather_ids, save_run, seed_step
+from pixelrag.train.schedule import multiplier, resolve_warmup
+from pixelrag.train.signals import StopRequest
+from pixelrag.train.task import StepReport, Task
+
+logger = logging.getLogger("pixelrag")
+
+PREEMPTED = "PREEMPTED"
+SUMMARY = "summary.json"
+
+
+class Loop:
+    """Runs a task from where it stands to its last step.
+
+    Args:
+        task: the job.
+        config: its configuration; the loop reads output_dir, seed, optim, batch, eval, checkpoint
+            and logging.
+        world: this process's place.
+        total_steps: optimizer steps of the whole run.
+        resumed: where a checkpoint left the run; None for a new one.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        config: JobConfig,
+        world: World,
+        total_steps: int,
+        resumed: RunState | None = None,
+    ) -> None:
+        self._task = task
+        self._config = config
+        self._world = world
+        self._total_steps = total_steps
+        self._resumed = resumed
+        self._output = Path(config.output_dir)
+        self._best = resumed.best if resumed else None
+        self._means = RunningMeans()
+        self._throughput = Throughput()
+        self._last_figures: dict[str, float] = {}
+        self._saved_step = resumed.step if resumed else 0
+        optim = config.optim
+        self._warmup = resolve_warmup(total_steps, optim.warmup_ratio, optim.warmup_steps)
+
+    def run(self) -> dict[str, Any]:
+        """Train to the end, or until asked to stop; return the summary. A collective.
+
+        Raises:
+            NonFiniteError: a loss or gradient norm is NaN or infinite; on all ranks, at that step.
+            CheckpointError: metrics or a checkpoint cannot be written.
+        """
+        started = time.time()
+        first = self._resumed.step if self._resumed else 0
+        writer = self._writer()
+        view = ProgressView(
+            self._total_steps,
+            done_steps=first,
+            mode=self._config.logging.progress,
+            rank=self._world.rank,
+        )
+        stop_reason = None
+        with writer, view, StopRequest(self._output) as stop:
+            if self._world.is_main:
+                (self._output / PREEMPTED).unlink(missing_ok=True)
+                (self._output / "config.yaml").write_text(dump(self._config), encoding="utf-8")
+            step = first
+            while step < self._total_steps and stop_reason is None:
+                figures = self._step(step)
+                step += 1
+                view.step(step)
+                self._log(step, figures, writer, view)
+                self._evaluate_if_due(step, writer, view)
+                self._save_if_due(step, writer, view)
+                stop_reason = self._agree_to_stop(stop)
+            if stop_reason is not None and step < self._total_steps:
+                return self._preempted(step, stop_reason, writer, view, stop)
+            return self._finish(step, started, writer, view)
+
+    def _writer(self) -> MetricsWriter:
+        sinks = [n for n in ("tensorboard", "wandb", "trackio") if getattr(self._config.logging, n)]
+        return MetricsWriter(
+            self._output,
+            rank=self._world.rank,
+            resumed_step=self._resumed.step if self._resumed else None,
+            sinks=sinks,
+            config=self._config.model_dump(mode="json"),
+        )
+
+    def _step(self, step: int) -> dict[str, float]:
+        optim = self._config.optim
+        factor = multiplier(optim.scheduler, step, self._total_steps, self._warmup)
+        rate = optim.learning_rate * factor
+        set_learning_rate(self._task.engine.optimizer, rate)
+        seed_step(self._config.seed, step, self._world.rank)
+        count = self._config.batch.gradient_accumulation_steps
+        ids: list[str] = []
+        reports: list[StepReport] = []
+        for index in range(count):
+            batch = self._task.next_batch()
+            ids += self._task.sample_ids(batch)
+            report = self._task.accumulate(batch, weight=1.0 / count, last=index == count - 1)
+            if not math.isfinite(report.loss):
+                self._not_finite(step, f"loss is {report.loss}", report.suspects, ids)
+            reports.append(report)
+        norm = self._task.engine.step(optim.max_grad_norm)
+        if not math.isfinite(norm):
+            self._not_finite(step, f"gradient norm is {norm} (the loss is finite)", [], ids)
+        self._throughput.step(sum(r.rows for r in reports), sum(r.tokens for r in reports))
+        figures = {"train/loss": sum(r.loss for r in reports) / count}
+        for name in reports[0].figures:
+            figures[name] = sum(r.figures[name] for r in reports) / count
+        figures["train/grad_norm"] = norm
+        self._means.add(figures)
+        return {"train/lr": rate}
+
+    def _not_finite(self, step: int, what: str, suspects: list[str], ids: list[str]) -> None:
+        named, batch = gather_ids(suspects), gather_ids(ids, most=32)
+        raise told_by_main(
+            NonFiniteError(
+                f"step {step + 1}: the {what}; all ranks stop here, no checkpoint is written and "
+                f"checkpoint-{self._saved_step} is the last. Rows whose embeddings are not finite: "
+                f"{named}. Rows of the step: {batch}. Look at those rows, lower "
+                "optim.learning_rate, or use engine.precision fp32"
+            )
+        )
+
+    def _log(self, step: int, figures: dict, writer: MetricsWriter, view: ProgressView) -> None:
+        if step % self._config.logging.every_steps and step != self._total_steps:
+            return
+        values = self._means.pop() | figures | self._task.step_figures()
+        values |= self._throughput.rates() | peak_memory(self._world.device)
+        writer.write(step, values)
+        view.figures(step, values)
+
+    def _evaluate_if_due(self, step: int, writer: MetricsWriter, view: ProgressView) -> None:
+        every = self._config.eval.every_steps
+        if step == self._total_steps or (every is not None and step % every == 0):
+            self._evaluate(step, writer, view)
+
+    def _evaluate(self, step: int, writer: MetricsWriter, view: ProgressView) -> None:
+        with self._throughput.excluded():
+            figures = self._task.evaluate()
+            if not figures:
+                return
+            self._last_figures = figures
+            writer.write(step, figures)
+            view.figures(step, figures)
+            metric = self._config.checkpoint.best_metric
+            value = figures[metric]
+            lower_is_better = metric.endswith("loss")
+            if self._best is None or (
+                value < self._best if lower_is_better else value > self._best
+            ):
+                self._best = value
+                self._task.export(self._output / "best")
+
+    def _save_if_due(self, step: int, writer: MetricsWriter, view: ProgressView) -> None:
+        every = self._config.checkpoint.every_steps
+        if step == self._total_steps or (every is not None and step % every == 0):
+            self._save(step, writer, view)
+
+    def _save(self, step: int, writer: MetricsWriter, view: ProgressView) -> None:
+        with self._throughput.excluded():
+            writer.sync()
+            state = RunState(step, self._task.position(), self._best, fingerprint(self._config))
+            folder = save_run(
+                self._output,
+                self._task.engine,
+                self._config,
+                state,
+                save_optimizer=self._config.checkpoint.save_optimizer,
+            )
+            from_main(lambda: rotate(self._output, self._config.checkpoint.keep_last))
+            self._saved_step = step
+            view.message(f"saved {folder}")
+
+    def _agree_to_stop(self, stop: StopRequest) -> str | None:
+        reason = stop.requested()
+        if not agree_max([int(reason is not None)])[0]:
+            return None
+        return reason or "another rank was asked to stop"
+
+    def _preempted(self, step, reason, writer, view, stop) -> dict[str, Any]:
+        if self._saved_step != step:
+            self._save(step, writer, view)
+        if self._world.is_main:
+            stop.clear_stop_file()
+            folder = checkpoint_dir(self._output, step)
+            (self._output / PREEMPTED).write_text(f"{reason}\n{folder}\n", encoding="utf-8")
+        view.message(f"stopped at step {step} of {self._total_steps}: {reason}; resume with auto")
+        return {"step": step, "preempted": reason}
+
+    def _finish(self, step, started, writer, view) -> dict[str, Any]:
+        self._task.export(self._output / "last")
+        summary = {
+            "step": step,
+            "final": self._last_figures,
+            "best": {self._config.checkpoint.best_metric: self._best},
+            "fingerprint": fingerprint(self._config),
+            "engine": self._task.engine.name,
+            "world_size": self._world.world_size,
+            "hardware": {"device": str(self._world.device), "machine": platform.machine()},
+            "seconds": round(time.time() - started, 1),
+            **peak_memory(self._world.device),
+            **self._throughput.rates(),
+        }
+        from_main(lambda: self._write_summary(summary))
+        view.message(f"done: {self._output / 'best'} and {self._output / 'last'} hold the model")
+        return summary
+
+    def _write_summary(self, summary: dict[str, Any]) -> None:
+        text = json.dumps(summary | {"versions": versions()}, indent=1)
+        (self._output / SUMMARY).write_text(text + "\n", encoding="utf-8")

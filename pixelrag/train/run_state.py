@@ -1,0 +1,185 @@
+"""What a checkpoint of a run holds, in a form that knows nothing of engines or shards.
+
+checkpoint-<step>/
+  model.safetensors       trained parameters by name, whole, fp32
+  optimizer.safetensors   "<parameter>|<key>" -> state, whole (absent with save_optimizer: false)
+  state.json              step, position in the data, best figure, fingerprint of the config
+  config.yaml             the resolved configuration
+  COMPLETE                sizes and hashes of all of it
+
+Random streams are not stored: each step's are a function of (seed, step, rank), see `seed_step`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pixelrag.config.base import JobConfig, dump, fingerprint
+from pixelrag.config.yaml_file import read_yaml
+from pixelrag.distributed.collectives import agree_max, gather_objects
+from pixelrag.engine.base import Engine
+from pixelrag.errors import CheckpointError
+from pixelrag.train.atomic import atomic_dir
+from pixelrag.train.checkpoint import checkpoint_dir
+from pixelrag.train.state import load_tensors, save_tensors
+
+logger = logging.getLogger("pixelrag")
+
+# A run that differs in these is another experiment; the rest may change between two parts of one.
+_IDENTITY = ("seed", "model", "lora", "data", "loss", "batch")
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """Where a run stands."""
+
+    step: int
+    position: dict[str, Any]
+    best: float | None
+    fingerprint: str
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Start this rank's random streams for one optimizer step.
+
+    Dropout then depends on (seed, step, rank) and nothing else, so a resumed run needs no stored
+    generator state to continue bit for bit.
+    """
+    torch.manual_seed((seed * 1_000_003 + step) * 65_537 + rank)
+
+
+def save_run(
+    output_dir: Path, engine: Engine, config: JobConfig, state: RunState, *, save_optimizer: bool
+) -> Path:
+    """Write ``checkpoint-<step>``; a collective.
+
+    Raises:
+        CheckpointError: it does not fit on the disk or cannot be written; older ones are as before.
+    """
+    final = checkpoint_dir(output_dir, state.step)
+    parameters = engine.full_parameters(trainable_only=True)
+    optimizer = engine.optimizer_state() if save_optimizer else {}
+    flat = {f"{name}|{key}": v for name, entries in optimizer.items() for key, v in entries.items()}
+    num_bytes = sum(t.numel() * t.element_size() for t in [*parameters.values(), *flat.values()])
+    info = {"step": state.step, "world_size": engine.world_size, "engine": engine.name}
+    with atomic_dir(
+        final, info=info, num_bytes=num_bytes, rank=engine.rank, agree=all_ranks
+    ) as folder:
+        if engine.rank == 0:
+            save_tensors(folder / "model", parameters)
+            if save_optimizer:
+                save_tensors(folder / "optimizer", flat)
+            (folder / "state.json").write_text(json.dumps(asdict(state)), encoding="utf-8")
+            (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
+    return final
+
+
+def all_ranks(ok: bool) -> bool:
+    """Logical and over ranks."""
+    return agree_max([int(not ok)])[0] == 0
+
+
+def read_state(folder: Path, config: JobConfig) -> RunState:
+    """Read a checkpoint's ``state.json`` and check that it belongs to this run.
+
+    Raises:
+        CheckpointError: unreadable, or written under another model, data, loss or batch.
+    """
+    try:
+        state = RunState(**json.loads((folder / "state.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{folder / 'state.json'}: cannot be read: {error}") from error
+    if state.fingerprint != fingerprint(config):
+        _compare_configs(folder, config)
+    return state
+
+
+def _compare_configs(folder: Path, config: JobConfig) -> None:
+    before = _leaves(read_yaml(folder / "config.yaml").values)
+    now = _leaves(config.model_dump(mode="json"))
+    differing = {
+        path: f"{path}: was {before.get(path)!r}, is {now.get(path)!r}"
+        for path in sorted(before.keys() | now.keys())
+        if before.get(path) != now.get(path)
+    }
+    refused = [text for path, text in differing.items() if path.split(".")[0] in _IDENTITY]
+    if refused:
+        raise CheckpointError(
+            f"{folder} was written under another configuration, which this run cannot continue:\n"
+            + "\n".join(f"  {text}" for text in refused)
+            + "\nRestore these settings, or choose another output_dir for a new run"
+        )
+    changed = [text for path, text in differing.items() if path.startswith("optim.")]
+    if changed:
+        logger.warning("resuming with changed settings: %s", "; ".join(changed))
+
+
+def _leaves(values: Any, path: str = "") -> dict[str, Any]:
+    if not isinstance(values, dict):
+        return {path: values}
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= _leaves(value, f"{path}.{key}" if path else key)
+    return found
+
+
+@torch.no_grad()
+def load_parameters(folder: Path, module: nn.Module) -> None:
+    """Copy a checkpoint's parameters into a module that no engine has sharded yet.
+
+    Raises:
+        CheckpointError: names or shapes are not those that the module trains.
+    """
+    tensors, _ = load_tensors(folder / "model")
+    trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
+    unlike = sorted(trained.keys() ^ tensors.keys())
+    if unlike:
+        raise CheckpointError(
+            f"{folder}: {len(unlike)} parameters are in only one of checkpoint and model, first "
+            f"{unlike[0]!r}; lora and model must be as when it was written"
+        )
+    for name, parameter in trained.items():
+        if tensors[name].shape != parameter.shape:
+            raise CheckpointError(
+                f"{folder}: {name} has shape {list(tensors[name].shape)}, "
+                f"expected {list(parameter.shape)}"
+            )
+        parameter.copy_(tensors[name])
+
+
+def load_optimizer(folder: Path, engine: Engine) -> None:
+    """Install a checkpoint's optimizer state; a collective.
+
+    A checkpoint written with ``save_optimizer: false`` has none: the moments start anew, and a
+    warning says so.
+    """
+    if not (folder / "optimizer.safetensors").exists():
+        logger.warning(
+            "%s holds no optimizer state: AdamW's moments start at zero, so the first steps "
+            "differ from an uninterrupted run",
+            folder,
+        )
+        return
+    flat, _ = load_tensors(folder / "optimizer")
+    state: dict[str, dict[str, torch.Tensor]] = {}
+    for label, value in flat.items():
+        name, key = label.rsplit("|", 1)
+        state.setdefault(name, {})[key] = value
+    engine.load_optimizer_state(state)
+
+
+def gather_ids(ids: list[str], most: int = 8) -> str:
+    """Describe every rank's sample ids in one line; a collective."""
+    parts = []
+    for rank, found in enumerate(gather_objects(ids[: most + 1])):
+        if found:
+            shown = ", ".join(found[:most]) + (", ..." if len(found) > most else "")
+            parts.append(f"rank {rank}: {shown}")
+    return "; ".join(parts) or "none"

@@ -95,6 +95,15 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def name_accelerator() -> None:
+    """Tell DeepSpeed that there is no accelerator, before anything imports it.
+
+    PEFT imports accelerate, which imports DeepSpeed, which otherwise guesses and warns.
+    """
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
 @contextlib.contextmanager
 def process_group(device: str = "auto", timeout_seconds: float = 600.0) -> Iterator[World]:
     """Join the job's process group (gloo on CPU, NCCL on CUDA) and leave it again.

@@ -42,6 +42,8 @@ def import_deepspeed(device: torch.device) -> Any:
     """
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # DeepSpeed refuses to start without it, also where no launcher is needed (one process, srun).
+    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     import deepspeed
     import deepspeed.comm

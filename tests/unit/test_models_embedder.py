@@ -183,6 +183,10 @@ def test_float64_model_holds_the_float32_numbers(tiny_models: dict[str, Path]) -
             assert a.dtype == torch.float32
             assert b.dtype == torch.float64
             assert torch.equal(a.double(), b), name
+        tables = dict(low.named_buffers())
+        for name, table in high.named_buffers():
+            assert table.dtype == tables[name].dtype
+            assert torch.equal(table, tables[name]), name
         batch = preprocessor.queries(TEXTS)
         assert _relative(low.eval()(**batch), high.eval()(**batch)) < 1e-5
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageFile
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
     Qwen2VLImageProcessorPil,
     smart_resize,
@@ -76,6 +76,17 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
             load_rgb(tmp_path / name)
     with pytest.raises(DataError, match=r"gone\.png does not exist"):
         load_rgb(tmp_path / "gone.png")
+
+
+def test_truncated_file_is_refused_whatever_other_libraries_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    pixels = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
+    whole = _saved(Image.fromarray(pixels), tmp_path / "whole.jpg").read_bytes()
+    (tmp_path / "cut.jpg").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match=r"cut\.jpg cannot be decoded"):
+        load_rgb(tmp_path / "cut.jpg")
 
 
 def test_decompression_bomb_is_refused(tmp_path: Path) -> None:

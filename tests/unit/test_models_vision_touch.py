@@ -134,13 +134,18 @@ def test_infinite_vision_outputs_do_not_spoil_texts(tiny_models: dict[str, Path]
         assert torch.equal(embedder.get_parameter(name).grad, gradient), name
 
 
-def test_disarmed_after_an_error(tiny_models: dict[str, Path]) -> None:
+def test_disarmed_after_an_error_and_for_direct_calls(tiny_models: dict[str, Path]) -> None:
     embedder, preprocessor = _load(tiny_models["qwen3_vl"])
     batch = preprocessor.queries(TEXTS)
     wrong = batch | {"input_ids": batch["input_ids"] + 10**6}
     with pytest.raises(IndexError):
         embedder(**wrong, touch_vision=True)
     assert not any("visual" in name for name in _calls(embedder, batch, touch=False))
+    embedder(**batch, touch_vision=True)
+    calls = []
+    embedder.base_model.visual.register_forward_pre_hook(lambda *_: calls.append(1))
+    embedder.backbone(**batch)
+    assert calls == []
 
 
 def test_text_models_have_nothing_to_touch(tiny_models: dict[str, Path]) -> None:

@@ -1,0 +1,257 @@
+"""One trial: a few optimizer steps on an engine, measured against the float64 reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pixelrag.distributed.env import World
+from pixelrag.engine import Engine, build_engine
+from pixelrag.gradcache import gradcache_step, split_batch
+from tests.distributed.toy import (
+    RankBatch,
+    Reference,
+    make_model,
+    make_optimizer,
+    make_rank_batch,
+    make_row,
+    norm_ratio,
+    relative_error,
+    units_of,
+)
+
+DEFAULTS: dict[str, Any] = {
+    "engine": "ddp",
+    "grad_sync": "auto",
+    "params": "auto",
+    "precision": "fp32",
+    "dtype": "float32",
+    "offload": False,
+    "dropout": 0.0,
+    "checkpointing": False,
+    "units": True,  # hand blocks to the engine
+    "rows": None,  # rows of each rank; None: 9 on one rank, else 5, 4, 3 by rank
+    "chunk_size": 2,
+    "negatives": 2,
+    "images": "varied",
+    "steps": 4,
+    "max_norm": 0.5,
+    "accumulate": 1,
+    "gradients": True,  # the engine can show gradients before the step
+}
+
+
+MODES = [
+    ("deferred", "resident"),
+    ("deferred", "sharded"),
+    ("per_chunk", "resident"),
+    ("per_chunk", "sharded"),
+]
+
+
+def every_mode(*engines: str) -> dict[str, dict[str, str]]:
+    """Cases of every way in which these engines can run, by name."""
+    return {
+        f"{engine}-{grad_sync}-{params}": {
+            "engine": engine,
+            "grad_sync": grad_sync,
+            "params": params,
+        }
+        for engine in engines
+        for grad_sync, params in MODES
+        if params == "resident" or engine in ("zero3", "fsdp2")
+    }
+
+
+def assert_exact(results: list[dict[str, Any]], bar: float = 1e-5) -> None:
+    """Every error that a trial measured is within ``bar``; ranks agree bit for bit.
+
+    Weights get ten times the bar in fp32: AdamW divides each gradient by its own size, so rounding
+    of the smallest ones is as large a part of the way as rounding of the largest (measured:
+    2e-5 of the way on every engine alike). In float64 nothing is added.
+    """
+    weights = 10 * bar if bar > 1e-7 else bar
+    for rank, result in enumerate(results):
+        errors = {key: value for key, value in result.items() if key != "probe"}
+        assert "norm" in errors
+        misses = {
+            key: value
+            for key, value in errors.items()
+            if not value <= (weights if key == "weights" else bar)
+        }
+        assert not misses, f"rank {rank}: {misses} beyond {bar}; all: {errors}"
+        assert result["probe"] == results[0]["probe"], f"rank {rank} has other weights than rank 0"
+
+
+def build(case: dict[str, Any], model: torch.nn.Module, world: World) -> Engine:
+    """The engine a case asks for, around ``model``."""
+    return build_engine(
+        model,
+        make_optimizer,
+        name=case["engine"],
+        device=world.device,
+        blocks=units_of(model) if case["units"] else (),
+        precision=case["precision"],
+        grad_sync=case["grad_sync"],
+        params=case["params"],
+        offload_optimizer=case["offload"],
+    )
+
+
+def image_plan(images: str, rank: int, step: int, world_size: int) -> tuple[bool, str]:
+    """Whether this rank's queries have images in this step, and which of its documents do."""
+    if images != "varied":
+        return False, images
+    last_rank = rank == world_size - 1
+    plans = [
+        (False, "some" if rank == 0 else "none"),  # on one rank only
+        (False, "none"),  # the vision branch goes unused
+        (last_rank, "none"),  # in queries alone: the last chunk of the step does not use it
+        (False, "all" if last_rank else "none"),  # in documents alone: nor does the first
+    ]
+    return plans[step % len(plans)]
+
+
+def global_batch(case: dict[str, Any], step: int, world_size: int) -> list[RankBatch]:
+    """Every rank's part; rows are numbered through the global batch."""
+    sizes = case["rows"] or ([9] if world_size == 1 else [5 - rank for rank in range(world_size)])
+    parts, first = [], 0
+    for rank, size in enumerate(sizes):
+        query_images, document_images = image_plan(case["images"], rank, step, world_size)
+        rows = [
+            make_row(
+                step,
+                index,
+                negatives=case["negatives"],
+                query_images=query_images,
+                document_images=document_images,
+            )
+            for index in range(first, first + size)
+        ]
+        parts.append(make_rank_batch(rows, getattr(torch, case["dtype"])))
+        first += size
+    return parts
+
+
+def as_float64(parts: list[RankBatch]) -> list[RankBatch]:
+    """The same batch for the reference (float32 values are exact in float64)."""
+
+    def widen(inputs):
+        return {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
+
+    return [RankBatch(widen(p.queries), widen(p.documents), p.positive_B) for p in parts]
+
+
+def reference_for(case: dict[str, Any]) -> Reference:
+    """A float64 reference that starts from the very weights of the case's model."""
+    start = make_model(dtype=getattr(torch, case["dtype"]), dropout=case["dropout"])
+    double = make_model(dtype=torch.float64, dropout=case["dropout"])
+    double.load_state_dict(start.state_dict())
+    return Reference(double)
+
+
+def own_chunks(part: RankBatch, chunk_size: int) -> tuple[list[dict], list[dict]]:
+    """One rank's query and document chunks."""
+    return split_batch(part.queries, chunk_size), split_batch(part.documents, chunk_size)
+
+
+def run_trial(world: World, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Train ``steps`` steps; return the errors against the reference (on rank 0) and a probe.
+
+    Keys, each the worst over the steps: ``gradient`` (relative L2 error), ``norm_ratio``
+    (|ratio - 1|), ``temperature`` (relative error of its gradient), ``loss`` and ``norm``
+    (relative), and after the last step ``weights`` (error over the length of the way that the
+    weights went), ``exp_avg`` and ``exp_avg_sq`` (relative). ``probe`` is every rank's own.
+    """
+    case = DEFAULTS | overrides
+    unknown = overrides.keys() - DEFAULTS.keys()
+    assert not unknown, unknown
+    dtype = getattr(torch, case["dtype"])
+    model = make_model(dtype=dtype, dropout=case["dropout"], checkpointing=case["checkpointing"])
+    engine = build(case, model, world)
+    reference = reference_for(case)
+    worst: dict[str, float] = {}
+    for step in range(case["steps"]):
+        found = one_step(engine, reference, case, step, world)
+        worst = {key: max(value, worst.get(key, 0.0)) for key, value in found.items()}
+    worst |= final_errors(engine, reference)
+    return worst | {"probe": probe(engine, case, world.world_size)}
+
+
+def one_step(
+    engine: Engine, reference: Reference, case: dict[str, Any], step: int, world: World
+) -> dict[str, float]:
+    """One optimizer step on both sides, of ``accumulate`` global batches."""
+    losses, expected_losses = [], []
+    count = case["accumulate"]
+    for number in range(count):
+        batch_index = step * count + number
+        parts = global_batch(case, batch_index, world.world_size)
+        seeds = [1000 * batch_index + rank for rank in range(world.world_size)]
+        torch.manual_seed(seeds[world.rank])
+        result = gradcache_step(
+            engine,
+            *own_chunks(parts[world.rank], case["chunk_size"]),
+            parts[world.rank].positive_B,
+            weight=1.0 / count,
+            last=number == count - 1,
+        )
+        chunk_size, use_seeds = (case["chunk_size"], seeds) if case["dropout"] else (None, None)
+        expected = reference.loss(as_float64(parts), chunk_size, use_seeds)
+        gradients = reference.backward(expected / count)
+        losses.append(result.loss)
+        expected_losses.append(expected.item())
+    errors = {"loss": max(abs(a / b - 1) for a, b in zip(losses, expected_losses, strict=True))}
+    if case["gradients"]:
+        errors |= gradient_errors(engine.gradients(), gradients)
+    norm, expected_norm = engine.step(case["max_norm"]), reference.step(case["max_norm"])
+    return errors | {"norm": abs(norm / expected_norm - 1)}
+
+
+def gradient_errors(
+    got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> dict[str, float]:
+    """Errors of one step's gradients."""
+    name = "logit_scale.log_scale"
+    return {
+        "gradient": relative_error(got, expected),
+        "norm_ratio": abs(norm_ratio(got, expected) - 1),
+        "temperature": relative_error({name: got[name]}, {name: expected[name]}),
+    }
+
+
+def final_errors(engine: Engine, reference: Reference) -> dict[str, float]:
+    """Errors of weights and optimizer state; a collective, the figures are rank 0's."""
+    weights, state = engine.full_parameters(), engine.optimizer_state()
+    if engine.rank != 0:
+        assert weights == {}
+        assert state == {}
+        return {}
+    expected = reference.weights()
+    initial = reference.initial
+    way = {n: w.double() - initial[n] for n, w in weights.items()}
+    expected_way = {n: w - initial[n] for n, w in expected.items()}
+    errors = {"weights": relative_error(way, expected_way)}
+    expected_state = reference.state()
+    for key in ("exp_avg", "exp_avg_sq"):
+        errors[key] = relative_error(
+            {n: entries[key] for n, entries in state.items()},
+            {n: entries[key] for n, entries in expected_state.items()},
+        )
+    steps = {int(entries["step"]) for entries in state.values()}
+    assert steps == {int(entries["step"]) for entries in expected_state.values()}
+    return errors
+
+
+def probe(engine: Engine, case: dict[str, Any], world_size: int) -> list[list[float]]:
+    """Embeddings of one fixed batch; equal bit for bit on ranks whose weights are."""
+    del world_size
+    row_options = {"negatives": 0, "query_images": True, "document_images": "all"}
+    rows = [make_row(99, index, **row_options) for index in range(3)]
+    part = make_rank_batch(rows, getattr(torch, case["dtype"]))
+    with engine.inference():
+        emb_BD, _ = engine("query", **part.queries)
+    dist.barrier()
+    return emb_BD.tolist()

@@ -40,7 +40,7 @@ COMMANDS = {
     ),
     "eval": Command(
         "measure a model on data.eval without training",
-        "pixelrag.evaluate.command",
+        "pixelrag.train.evaluate",
         config=True,
         own=("output",),
     ),

@@ -1,0 +1,55 @@
+"""The demo's figures, as lines to print and as numbers to keep."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from pixelrag.evaluate.bootstrap import paired_bootstrap
+
+_SHOWN = {"recall@1": "recall@1", "recall@10": "recall@10", "mrr": "MRR"}
+
+
+def retrieval_table(before: Path, after: Path) -> tuple[list[str], dict]:
+    """Compare two files of ``pixelrag eval --output`` over the same queries.
+
+    Returns:
+        Lines of a table, with the paired 95 % bootstrap interval of each change, and the numbers.
+    """
+    old, new = (json.loads(path.read_text(encoding="utf-8")) for path in (before, after))
+    lines = [f"{'':10} before   after    change   95 % paired interval"]
+    results: dict = {}
+    for name, label in _SHOWN.items():
+        was, now = old["per_query"][name], new["per_query"][name]
+        change = paired_bootstrap(was, now, seed=0)
+        results[name] = {
+            "before": old["figures"][f"eval/{name}"],
+            "after": new["figures"][f"eval/{name}"],
+            "interval": [change.low, change.high],
+        }
+        lines.append(
+            f"{label:10} {results[name]['before']:.4f}   {results[name]['after']:.4f}   "
+            f"{change.mean:+.4f}  {change.low:+.4f} to {change.high:+.4f}"
+        )
+    rose = results["recall@1"]["interval"][0] > 0
+    verdict = "rose beyond" if rose else "did not rise beyond"
+    lines.append(f"held-out recall@1 over {len(was)} queries {verdict} its paired interval")
+    return lines, results
+
+
+def tiles_verdict(metrics: Path, num_eval: int) -> tuple[list[str], dict]:
+    """Read a run's metrics: did the loss fall, and does held-out accuracy beat chance?"""
+    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    losses = [row["train/loss"] for row in rows if "train/loss" in row]
+    accuracy = next(row["eval/accuracy"] for row in reversed(rows) if "eval/accuracy" in row)
+    chance = 1.0 / num_eval
+    results = {
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        "accuracy": accuracy,
+        "chance": chance,
+    }
+    return [
+        f"training loss {losses[0]:.2f} (mean of the first steps logged) -> {losses[-1]:.2f}; "
+        f"held-out accuracy among {num_eval} pages {accuracy:.3f}, chance {chance:.3f}"
+    ], results

@@ -2,7 +2,8 @@
 
 A full model loads with `AutoModel.from_pretrained(folder)`. Qwen3-VL keeps the form of the
 published checkpoints (architecture `Qwen3VLForConditionalGeneration`, keys `model.visual.*` and
-`model.language_model.*`), so it also loads under that name, as servers such as vLLM expect. A
+`model.language_model.*`), so it also loads under that name, as servers such as vLLM expect; a
+head that is not tied to the token embeddings (8B) is left out, embeddings have no use for it. A
 LoRA model becomes `adapter_config.json` and `adapter_model.safetensors`, which
 `PeftModel.from_pretrained(base, folder)` loads. Either way the tokenizer lies beside it, and
 `pixelrag.json` says how to pool and what to put to queries and documents.

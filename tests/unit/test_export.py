@@ -104,6 +104,28 @@ def test_qwen3_vl_keeps_its_original_architecture(
     assert _relative(_by_hand(model.model, batch, "last"), expected) <= 1e-6
 
 
+def test_qwen3_vl_with_a_head_of_its_own(
+    tiny_models: dict[str, Path], tiles: list[Path], tmp_path: Path
+) -> None:
+    """As in the 8B model: the head is read past on loading and left out of the export."""
+    model = Qwen3VLForConditionalGeneration.from_pretrained(tiny_models["qwen3_vl"])
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = nn.Parameter(torch.randn_like(model.lm_head.weight))
+    source = Path(shutil.copytree(tiny_models["qwen3_vl"], tmp_path / "source"))
+    Qwen3VLForConditionalGeneration(model.config).save_pretrained(
+        source, state_dict=model.state_dict()
+    )
+    with safe_open(source / "model.safetensors", "pt") as file:
+        assert "lm_head.weight" in file.keys()  # noqa: SIM118
+    embedder, preprocessor = _load(source)
+    batch = _batch(preprocessor, tiles)
+    expected = _trained(embedder)(**batch)
+    folder = _export(embedder, preprocessor, tmp_path / "best")
+    reloaded, info = AutoModel.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert _relative(_by_hand(reloaded, batch, "last"), expected) <= 1e-6
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapter_loads_with_peft(
     tiny_models: dict[str, Path], tiles: list[Path], tmp_path: Path, kind: str

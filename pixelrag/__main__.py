@@ -1,8 +1,6 @@
 """`python -m pixelrag`, also what torchrun and the deepspeed launcher start on each rank."""
 
-import sys
-
-from pixelrag.cli import main
+from pixelrag.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

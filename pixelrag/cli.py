@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from typing import NoReturn
 
 from pixelrag.errors import ConfigError, PixelragError
 
@@ -103,6 +104,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output went away (`| head`); the interpreter must not flush into it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def run() -> NoReturn:
+    """Entry point of the console script and of `python -m pixelrag`: `main`, then exit."""
+    code = main()
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        # gloo's threads can abort a rank in the interpreter's exit although all went well, and
+        # the launcher would call the whole job failed.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _who() -> str:

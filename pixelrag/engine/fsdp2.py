@@ -121,11 +121,9 @@ class FSDP2Engine(Engine):
             self._reshard()
 
     def gradients(self):
-        return {
-            n: _whole(p.grad).detach().clone()
-            for n, p in self.named_trainable()
-            if p.grad is not None
-        }
+        self._reshard()
+        self.fill_unused_gradients()
+        return {n: _whole(p.grad).detach().clone() for n, p in self.named_trainable()}
 
     def full_parameters(self, *, trainable_only=False):
         self._reshard()

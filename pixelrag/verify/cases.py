@@ -44,7 +44,11 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a case measured; ``problems`` is empty when it holds."""
+    """What a case measured; ``problems`` is empty when it holds.
+
+    ``num_reductions`` counts gradient reductions in the backward passes, ``num_collectives`` all
+    collectives of the step on one rank, agreements and embedding exchange included.
+    """
 
     case: Case
     relative_error: float
@@ -52,6 +56,7 @@ class Outcome:
     temperature_error: float
     loss_error: float
     num_reductions: int
+    num_collectives: int
     num_chunks: int
     problems: tuple[str, ...]
 

@@ -24,7 +24,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--engine", action="append", choices=ENGINES, metavar="E",
-        help=f"an engine to check (repeat for several); one of {', '.join(ENGINES)}; default all",
+        help=f"engines to check, out of {', '.join(ENGINES)}; default all",
     )  # fmt: skip
     parser.add_argument("--nproc", type=int, default=2, help="processes to start (default 2)")
     parser.add_argument("--quick", action="store_true", help="a twelfth of the matrix")
@@ -58,14 +58,8 @@ def main(argv: Sequence[str]) -> int:
     """Run the matrix; returns the exit code."""
     options = parse(argv)
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="pixelrag-verify-") as folder:
-        outcomes = []
-        launched = "WORLD_SIZE" in os.environ
-        for engine in options.engine:
-            cases = build_matrix([engine], quick=options.quick)
-            found = _in_place(cases, options) if launched else _spawned(cases, options, folder)
-            outcomes += found
-            _print(found, as_json=options.json)
+    run = _in_place if "WORLD_SIZE" in os.environ else _spawned
+    outcomes = run(options)
     failed = [o for o in outcomes if not o["passed"]]
     if not options.json and _is_main():
         _say(_summary(outcomes, failed, time.monotonic() - started))
@@ -85,35 +79,47 @@ def _payload(cases: list[Case], options: argparse.Namespace, folder: str) -> dic
     }
 
 
-def _spawned(cases: list[Case], options: argparse.Namespace, folder: str) -> list[dict]:
+def _spawned(options: argparse.Namespace) -> list[dict]:
+    """Start processes, one group of them an engine, so that engines cannot disturb each other."""
     from pixelrag.distributed.spawn import run_workers
     from pixelrag.verify.inputs import write_inputs
 
-    if not Path(folder, "image0.png").exists():
+    outcomes = []
+    with tempfile.TemporaryDirectory(prefix="pixelrag-verify-") as folder:
         write_inputs(Path(folder))
-    by_rank = run_workers(
-        "pixelrag.verify.worker:run_cases",
-        _payload(cases, options, folder),
-        nproc=options.nproc,
-        timeout_seconds=options.timeout,
-        device=options.device,
-        env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
-    )
-    return by_rank[0]
+        for engine in options.engine:
+            cases = build_matrix([engine], quick=options.quick)
+            by_rank = run_workers(
+                "pixelrag.verify.worker:run_cases",
+                _payload(cases, options, folder),
+                nproc=options.nproc,
+                timeout_seconds=options.timeout,
+                device=options.device,
+                env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
+            )
+            _print(by_rank[0], as_json=options.json)
+            outcomes += by_rank[0]
+    return outcomes
 
 
-def _in_place(cases: list[Case], options: argparse.Namespace) -> list[dict]:
+def _in_place(options: argparse.Namespace) -> list[dict]:
     """Under a launcher this process is one rank already."""
     from pixelrag.distributed.env import process_group
     from pixelrag.verify.inputs import write_inputs
     from pixelrag.verify.worker import run_cases
 
+    outcomes = []
     with (
         tempfile.TemporaryDirectory(prefix="pixelrag-verify-") as own,
         process_group(options.device, options.timeout) as world,
     ):
         write_inputs(Path(own))  # every rank writes its own: hosts need not share a folder
-        return run_cases(world, _payload(cases, options, own))
+        for engine in options.engine:
+            cases = build_matrix([engine], quick=options.quick)
+            found = run_cases(world, _payload(cases, options, own))
+            _print(found, as_json=options.json)
+            outcomes += found
+    return outcomes
 
 
 def _print(outcomes: list[dict], *, as_json: bool) -> None:
@@ -128,7 +134,8 @@ def _print(outcomes: list[dict], *, as_json: bool) -> None:
             f"{'ok  ' if outcome['passed'] else 'MISS'} {case.label()} "
             f"error {outcome['relative_error']:.1e}  norm ratio 1{outcome['norm_ratio'] - 1:+.1e}  "
             f"temperature {outcome['temperature_error']:.1e}  "
-            f"reductions {outcome['num_reductions']} for {outcome['num_chunks']} chunks"
+            f"{outcome['num_reductions']} gradient reductions for {outcome['num_chunks']} chunks, "
+            f"{outcome['num_collectives']} collectives"
         )
         for problem in outcome["problems"]:
             _say(f"     {problem}")

@@ -65,7 +65,7 @@ def _run(
         [_to(chunk, world.device, case.precision) for chunk in split_batch(side, case.chunk_size)]
         for side in (queries, documents)
     ]
-    counter = CollectiveCounter()
+    counter, everything = CollectiveCounter(), CollectiveCounter()
     backward = engine.backward
 
     def counted(loss: torch.Tensor, *, last: bool) -> None:
@@ -75,7 +75,8 @@ def _run(
     engine.backward = counted
     seed_rank(world.rank)
     try:
-        result = gradcache_step(engine, *chunks, positive_B)
+        with everything:
+            result = gradcache_step(engine, *chunks, positive_B)
     finally:
         del engine.backward
     gradients = {n: g.detach().cpu().double() for n, g in engine.gradients().items()}
@@ -86,7 +87,7 @@ def _run(
     alike = len({row[0] for row in exchange([digest])}) == 1
     return _compare(
         case, oracle(case), gradients, result.loss, norm, alike,
-        counter.gradient_reductions, sum(map(len, chunks)),
+        counter.gradient_reductions, everything.calls.total(), sum(map(len, chunks)),
     )  # fmt: skip
 
 
@@ -98,6 +99,7 @@ def _compare(
     norm: float,
     alike: bool,
     num_reductions: int,
+    num_collectives: int,
     num_chunks: int,
 ) -> Outcome:
     expected = reference.gradients
@@ -124,8 +126,8 @@ def _compare(
     if not alike:
         problems.append("ranks hold different gradients")
     return Outcome(
-        case, error, ratio, temperature_error, loss_error, num_reductions, num_chunks,
-        tuple(problems),
+        case, error, ratio, temperature_error, loss_error,
+        num_reductions, num_collectives, num_chunks, tuple(problems),
     )  # fmt: skip
 
 

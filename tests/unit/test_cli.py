@@ -202,5 +202,5 @@ def test_the_console_script_is_declared():
     from pathlib import Path
 
     project = tomllib.loads(Path(__file__).parents[2].joinpath("pyproject.toml").read_text())
-    assert project["project"]["scripts"] == {"pixelrag": "pixelrag.cli:main"}
+    assert project["project"]["scripts"] == {"pixelrag": "pixelrag.cli:run"}
     assert project["project"]["name"] == "pixelrag-trainer"

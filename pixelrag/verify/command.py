@@ -14,6 +14,8 @@ from pathlib import Path
 
 from pixelrag.verify.cases import BARS, ENGINES, MODALITIES, Case, build_matrix
 
+WORKER = "pixelrag.verify.worker:run_cases"
+
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command's own options."""
@@ -23,11 +25,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "the whole global batch. Exit code 1 where a case misses its bar.",
     )
     parser.add_argument(
-        "--engine", action="append", choices=ENGINES, metavar="E",
+        "--engine", action="extend", nargs="+", choices=ENGINES, metavar="E",
         help=f"engines to check, out of {', '.join(ENGINES)}; default all",
     )  # fmt: skip
     parser.add_argument("--nproc", type=int, default=2, help="processes to start (default 2)")
-    parser.add_argument("--quick", action="store_true", help="a twelfth of the matrix")
+    parser.add_argument("--quick", action="store_true", help="a ninth of the matrix")
     parser.add_argument(
         "--grad-sync", choices=("auto", "deferred", "per_chunk"), default="auto",
         help="as engine.grad_sync (default auto)",
@@ -90,7 +92,7 @@ def _spawned(options: argparse.Namespace) -> list[dict]:
         for engine in options.engine:
             cases = build_matrix([engine], quick=options.quick)
             by_rank = run_workers(
-                "pixelrag.verify.worker:run_cases",
+                WORKER,
                 _payload(cases, options, folder),
                 nproc=options.nproc,
                 timeout_seconds=options.timeout,
@@ -109,16 +111,16 @@ def _in_place(options: argparse.Namespace) -> list[dict]:
     from pixelrag.verify.worker import run_cases
 
     outcomes = []
-    with (
-        tempfile.TemporaryDirectory(prefix="pixelrag-verify-") as own,
-        process_group(options.device, options.timeout) as world,
-    ):
-        write_inputs(Path(own))  # every rank writes its own: hosts need not share a folder
-        for engine in options.engine:
-            cases = build_matrix([engine], quick=options.quick)
-            found = run_cases(world, _payload(cases, options, own))
-            _print(found, as_json=options.json)
-            outcomes += found
+    with tempfile.TemporaryDirectory(prefix="pixelrag-verify-") as own:
+        # Every rank writes its own, as hosts need not share a folder; and before the group is
+        # there, since transformers then saves on rank 0 only.
+        write_inputs(Path(own))
+        with process_group(options.device, options.timeout) as world:
+            for engine in options.engine:
+                cases = build_matrix([engine], quick=options.quick)
+                found = run_cases(world, _payload(cases, options, own))
+                _print(found, as_json=options.json)
+                outcomes += found
     return outcomes
 
 

@@ -23,7 +23,7 @@ from pixelrag.verify.cases import Case
 
 _WORDS = ("index", "page", "table", "memory", "tile", "query", "answer", "vector", "scale", "rank")
 _IMAGE_SIZES = ((32, 32), (64, 32), (64, 64), (32, 96), (96, 64))
-_ROWS = (5, 3, 4, 2)  # by rank, repeating
+_ROWS = (3, 2, 3, 1)  # by rank, repeating
 _TEMPERATURE = 0.2
 
 

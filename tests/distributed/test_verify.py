@@ -1,0 +1,118 @@
+"""The gradient-equivalence matrix of `pixelrag verify`, whole at two ranks and in part at three."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from pixelrag.verify.cases import ENGINES, FLOAT64_ENGINES, WHOLE, build_matrix
+from pixelrag.verify.command import main
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+
+
+def run(capsys, *options: str) -> tuple[int, list[dict]]:
+    """Run the command in this process (its ranks are processes of their own)."""
+    code = main([*options, "--json"])
+    return code, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_whole_matrix_at_two_ranks(engine: str, capsys) -> None:
+    code, outcomes = run(capsys, "--engine", engine)
+    assert [o for o in outcomes if not o["passed"]] == []
+    assert code == 0
+    assert len(outcomes) == 108 * (2 if engine in FLOAT64_ENGINES else 1)
+    for outcome in outcomes:
+        bar = 1e-10 if outcome["precision"] == "fp64" else 1e-5
+        assert outcome["relative_error"] <= bar
+        assert abs(outcome["norm_ratio"] - 1) <= bar
+        assert outcome["temperature_error"] <= bar
+        if engine != "fsdp2":  # fsdp2 reduces once for each of its units
+            assert outcome["num_reductions"] == 1
+    by_chunks: dict[tuple, set[int]] = {}
+    for outcome in outcomes:
+        key = tuple(outcome[k] for k in ("precision", "training", "dropout", "modality"))
+        by_chunks.setdefault(key, set()).add(outcome["num_reductions"])
+    assert all(len(counts) == 1 for counts in by_chunks.values()), "reductions grow with chunks"
+
+
+@pytest.mark.parametrize("sharding", ["resident", "sharded"])
+def test_a_part_at_three_ranks(sharding: str, capsys) -> None:
+    engines = ENGINES if sharding == "resident" else ("zero3", "fsdp2")
+    code, outcomes = run(
+        capsys, "--nproc", "3", "--quick", "--params", sharding, "--engine", *engines
+    )
+    assert [o for o in outcomes if not o["passed"]] == []
+    assert code == 0
+    assert len(outcomes) == 12 * len(engines)
+
+
+def test_a_wrong_gradient_is_a_miss_and_exit_code_1(capsys, monkeypatch) -> None:
+    # Each rank's share of the batch is weighed as if it were alone: DDP's usual factor of W.
+    patch = "tests.distributed.broken_verify"
+    monkeypatch.setattr("pixelrag.verify.command.WORKER", f"{patch}:run_cases")
+    code = main(["--engine", "ddp", "--quick"])
+    text = capsys.readouterr().out
+    assert code == 1
+    assert "MISS" in text
+    assert "12 cases miss the full-batch gradient, on ddp" in text
+    assert "norm ratio off by" in text
+
+
+def test_under_a_launcher_it_uses_the_ranks_that_are_there(tmp_path) -> None:
+    words = [
+        "--standalone",
+        "--nproc_per_node=2",
+        "-m",
+        "pixelrag",
+        "verify",
+        "--engine",
+        "ddp",
+        "zero3",
+        "--quick",
+    ]
+    result = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node=2",
+            *words,
+        ],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.count("ok   ") == 24
+    assert result.stdout.count("Every case gives the full-batch gradient") == 1
+
+
+def test_the_matrix_is_the_whole_product() -> None:
+    cases = build_matrix()
+    assert len(cases) == len(set(cases)) == 108 * (len(ENGINES) + len(FLOAT64_ENGINES))
+    assert {c.chunk_size for c in cases} == {1, 2, WHOLE}
+    assert {c.negatives for c in cases} == {"0", "2", "ragged"}
+    assert {c.modality for c in cases} == {"text", "images", "images on one rank"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--engine", "zero4"], "invalid choice: 'zero4'"),
+        (["--nproc", "0"], "expected at least 1"),
+        (["--engine", "ddp", "--params", "sharded"], "ddp replicates parameters"),
+    ],
+)
+def test_wrong_options_end_with_code_2(options, message, capsys) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(options)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,11 +45,13 @@ def import_deepspeed(device: torch.device) -> Any:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # DeepSpeed refuses to start without it, also where no launcher is needed (one process, srun).
     os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # DeepSpeed calls torch's collectives by the names of before 2.13, which warn at every call.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     import deepspeed
     import deepspeed.comm
 
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # Its warnings are about choices that are made here (an "untested" torch optimizer).
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if device.type == "cpu":
         # `import deepspeed.comm.torch` would bind torch itself: the module re-exports the name.
         backend = sys.modules["deepspeed.comm.torch"]

@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from pixelrag.models.load import quiet
 from pixelrag.models.tiny_tokenizer import SAMPLE, byte_tokenizer, wordpiece_tokenizer
 
 # At transformers' 0.02 a narrow model maps all texts to nearly the same vector.
@@ -233,6 +234,7 @@ def _save(
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(seed)
         model = model_class(config, **options)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    with quiet():
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
     return folder

@@ -46,8 +46,10 @@ class Case:
 class Outcome:
     """What a case measured; ``problems`` is empty when it holds.
 
-    ``num_reductions`` counts gradient reductions in the backward passes, ``num_collectives`` all
-    collectives of the step on one rank, agreements and embedding exchange included.
+    Errors are relative L2 errors; that of the temperature is relative to the sum of the absolute
+    shares of all queries, which bounds its rounding. ``num_reductions`` counts gradient reductions
+    in the backward passes, ``num_collectives`` all collectives of the step on one rank, agreements
+    and embedding exchange included.
     """
 
     case: Case

@@ -16,10 +16,16 @@ from pixelrag.verify.inputs import batch_of_rank, load_biencoder
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The global batch's loss and gradients."""
+    """The global batch's loss and gradients.
+
+    ``temperature_terms`` is the sum of the absolute values of each query's share in the gradient
+    of the log scale. Shares of both signs can cancel to nearly nothing; rounding is proportional
+    to their size, not to what is left of them.
+    """
 
     loss: float
     gradients: dict[str, torch.Tensor]
+    temperature_terms: float
 
 
 class Oracle:
@@ -53,21 +59,20 @@ class Oracle:
                 documents.append(model("document", **_double(chunk))[0])
             positives.append(positive + num_documents)
             num_documents += len(document["attention_mask"])
-        query_BD = torch.cat(queries)
-        loss = info_nce(
-            query_BD,
-            torch.cat(documents),
-            torch.cat(positives),
-            scale_from_log(log_scale),
-            num_queries=len(query_BD),
-        ).loss
+        query_BD, document_ND = torch.cat(queries), torch.cat(documents)
+        positive_B, scale = torch.cat(positives), scale_from_log(log_scale)
+        loss = info_nce(query_BD, document_ND, positive_B, scale, num_queries=len(query_BD)).loss
         loss.backward()
         gradients = {
             name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
             for name, p in model.named_parameters()
             if p.requires_grad
         }
-        return Reference(loss.item(), gradients)
+        with torch.no_grad():
+            logits_BN = query_BD @ document_ND.T * scale
+            expected_B = (logits_BN.softmax(1) * logits_BN).sum(1)
+            terms_B = expected_B - logits_BN.gather(1, positive_B[:, None]).squeeze(1)
+        return Reference(loss.item(), gradients, float(terms_B.abs().mean()))
 
     def _model(self, case: Case):
         key = (case.training, case.dropout)

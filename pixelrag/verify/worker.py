@@ -109,7 +109,7 @@ def _compare(
     norm_expected = _norm(expected.values())
     error = _norm(gradients[n] - expected[n] for n in expected) / norm_expected
     scale, scale_expected = gradients[_TEMPERATURE], expected[_TEMPERATURE]
-    temperature_error = float((scale - scale_expected).norm() / scale_expected.norm())
+    temperature_error = float((scale - scale_expected).norm()) / reference.temperature_terms
     loss_error = abs(loss - reference.loss) / abs(reference.loss)
     bar = BARS[case.precision]
     ratio = _norm(gradients.values()) / norm_expected

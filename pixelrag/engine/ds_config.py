@@ -26,6 +26,20 @@ _UNSUPPORTED = (
     "hybrid_engine",
 )
 _KEEP_EVERYTHING = 10**12
+# Settings that would change the gradient, or scramble the optimizer's state, without an error:
+# where they stand, and the values under which they do not.
+_EXACT: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("gradient_allreduce_op", ("mean",)),
+    ("prescale_gradients", (False,)),
+    ("gradient_predivide_factor", (1.0,)),
+    ("communication_data_type", ("fp32",)),
+    ("data_types.grad_accum_dtype", ("fp32",)),
+    ("torch_autocast.lower_precision_safe_modules", ([],)),
+    ("zero_optimization.round_robin_gradients", (False,)),
+    ("zero_optimization.zero_quantized_gradients", (False,)),
+    ("zero_optimization.zero_quantized_weights", (False,)),
+    ("zero_optimization.compute_grad_norm", (True,)),
+)
 
 
 def read_ds_config(path: str | Path) -> dict[str, Any]:
@@ -77,7 +91,12 @@ def resolve(
     """
     problems: list[str] = []
     config = json.loads(json.dumps(user or {}))
-    zero = config.setdefault("zero_optimization", {})
+    for section in ("zero_optimization", "torch_autocast"):
+        if not isinstance(config.setdefault(section, {}), dict):
+            problems.append(f"{section}: got {config[section]!r}, expected an object")
+            config[section] = {}
+    _keep_exact(config, problems)
+    zero = config["zero_optimization"]
     _settle(zero, "stage", stage, "zero_optimization.stage", problems)
     _settle(config, "train_micro_batch_size_per_gpu", 1, None, problems)
     _settle(config, "gradient_accumulation_steps", 1, None, problems)
@@ -105,11 +124,13 @@ def resolve(
         if zero.get(key) == "auto":
             zero[key] = value
     _settle_offload(zero, offload_optimizer, problems)
-    config["zero_allow_untested_optimizer"] = True
-    config["zero_force_ds_cpu_optimizer"] = False  # DeepSpeed's CPU Adam needs a compiler
-    config["managed_gradient_accumulation"] = not (per_chunk and stage >= 2 and offload_optimizer)
-    config["steps_per_print"] = 2**31
-    _settle(config, "wall_clock_breakdown", False, None, [])
+    _settle(config, "zero_allow_untested_optimizer", True, None, problems)
+    # DeepSpeed's CPU Adam needs a compiler.
+    _settle(config, "zero_force_ds_cpu_optimizer", False, None, problems)
+    managed = not (per_chunk and stage >= 2 and offload_optimizer)
+    _settle(config, "managed_gradient_accumulation", managed, None, problems)
+    # What DeepSpeed prints is ours to print.
+    config |= {"steps_per_print": 2**31, "wall_clock_breakdown": False}
     problems += [
         f'{path}: "auto" is not resolved by any setting; write a value' for path in _autos(config)
     ]
@@ -121,10 +142,25 @@ def resolve(
     return config
 
 
-def stage_of(user: dict[str, Any]) -> int | None:
-    """The ZeRO stage that a user's JSON names, or None for none or ``"auto"``."""
-    stage = user.get("zero_optimization", {}).get("stage")
-    return stage if isinstance(stage, int) else None
+def _keep_exact(config: dict, problems: list[str]) -> None:
+    """Drop ``"auto"`` and null from the settings of ``_EXACT`` and report any other value."""
+    for path, allowed in _EXACT:
+        *sections, key = path.split(".")
+        table = config
+        for section in sections:
+            table = table.get(section)
+            if not isinstance(table, dict):
+                break
+        else:
+            got = table.get(key)
+            if got in (None, "auto"):
+                table.pop(key, None)
+            elif got not in allowed:
+                expected = " or ".join(map(repr, allowed))
+                problems.append(
+                    f'{path}: got {got!r}, expected {expected} or "auto"; anything else would '
+                    "change the gradient or the optimizer's state without an error"
+                )
 
 
 def _settle(table: dict, key: str, value: Any, path: str | None, problems: list[str]) -> None:
@@ -167,7 +203,7 @@ def _settle_precision(config: dict, bf16: bool, problems: list[str]) -> None:
                 f'{"bf16" if bf16 else "fp32"}; set engine.precision={wanted} or "auto" here'
             )
     config.pop("bf16", None)  # its masters are fp32 but its gradients are not
-    autocast = {k: v for k, v in (config.get("torch_autocast") or {}).items() if v != "auto"}
+    autocast = {k: v for k, v in config["torch_autocast"].items() if v != "auto"}
     # An empty list keeps parameter and gradient communication in fp32.
     autocast.setdefault("lower_precision_safe_modules", [])
     config["torch_autocast"] = autocast | {"enabled": bf16, "dtype": "bfloat16"}
@@ -175,6 +211,9 @@ def _settle_precision(config: dict, bf16: bool, problems: list[str]) -> None:
 
 def _settle_offload(zero: dict, offload_optimizer: bool, problems: list[str]) -> None:
     section = zero.get("offload_optimizer") or {}
+    if not isinstance(section, dict):
+        problems.append(f"zero_optimization.offload_optimizer: got {section!r}, expected an object")
+        section = {"device": "cpu" if offload_optimizer else "none"}
     device = section.get("device", "auto")
     if device == "auto":
         device = "cpu" if offload_optimizer else "none"

@@ -1,8 +1,9 @@
 """Runs lists of cases on several processes, and brings back what they measured.
 
 Starting processes costs seconds, a case milliseconds: so one start serves many cases, one after
-another in one process group. A case that raises ends its list; its traceback comes back as its
-result, and the tests of later cases say that they were not reached.
+another in one process group. The traceback of a case that raises comes back as its result. If the
+ranks can then no longer talk to each other, the list ends, and the tests of later cases say that
+they were not reached.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from pixelrag.distributed.env import World, process_group
 from pixelrag.distributed.spawn import run_workers
@@ -109,5 +111,8 @@ def _each_case(world: World, payload: dict[str, Any]) -> dict[str, Any]:
             results[case_name] = {"returned": function(world, case)}
         except Exception:  # noqa: BLE001  (the test that asks for this case shows it)
             results[case_name] = {"raised": traceback.format_exc()}
+        try:
+            dist.barrier()
+        except RuntimeError:  # a rank left the others in the middle of a collective
             break
     return results

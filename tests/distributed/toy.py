@@ -36,14 +36,22 @@ class Block(nn.Module):
 
 
 class ToyEncoder(nn.Module):
-    """Mean of token vectors, plus the mean of each image's patches, through residual layers."""
+    """Mean of token vectors, plus the mean of each image's patches, through residual layers.
 
-    def __init__(self, dropout: float = 0.0, checkpointing: bool = False) -> None:
+    With ``tied`` the token table also serves as an output layer.
+    """
+
+    def __init__(
+        self, dropout: float = 0.0, *, checkpointing: bool = False, tied: bool = False
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
         self.visual = nn.Sequential(nn.Linear(PATCH_WIDTH, 9), nn.Tanh(), nn.Linear(9, WIDTH))
         self.layers = nn.ModuleList([Block(dropout) for _ in range(2)])
         self.head = nn.Linear(WIDTH, EMBEDDING)
+        self.vocabulary = nn.Linear(WIDTH, VOCABULARY, bias=False) if tied else None
+        if tied:
+            self.vocabulary.weight = self.tokens.weight
         self.checkpointing = checkpointing
 
     def forward(
@@ -75,6 +83,8 @@ class ToyEncoder(nn.Module):
             else:
                 hidden_BW = layer(hidden_BW)
         emb_BD = self.head(hidden_BW)
+        if self.vocabulary is not None:
+            emb_BD = emb_BD + 0.1 * self.vocabulary(hidden_BW)[:, :EMBEDDING]
         return F.normalize(emb_BD.to(torch.promote_types(emb_BD.dtype, torch.float32)), dim=-1)
 
 
@@ -91,11 +101,21 @@ class ToyBiEncoder(nn.Module):
 
 
 def make_model(
-    *, dtype: torch.dtype = torch.float32, dropout: float = 0.0, checkpointing: bool = False
+    *,
+    dtype: torch.dtype = torch.float32,
+    dropout: float = 0.0,
+    checkpointing: bool = False,
+    tied: bool = False,
+    frozen: Sequence[str] = (),
 ) -> ToyBiEncoder:
-    """The same weights for every dtype."""
+    """The same weights for every dtype; parameters whose name starts as in ``frozen`` are fixed."""
     torch.manual_seed(11)
-    return ToyBiEncoder(ToyEncoder(dropout, checkpointing)).to(dtype)
+    encoder = ToyEncoder(dropout, checkpointing=checkpointing, tied=tied)
+    model = ToyBiEncoder(encoder).to(dtype)
+    for name, parameter in model.named_parameters():
+        if name.startswith(tuple(frozen)):
+            parameter.requires_grad_(False)
+    return model
 
 
 def units_of(model: ToyBiEncoder) -> list[nn.Module]:
@@ -205,7 +225,7 @@ class Reference:
         self.model = start
         self.named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         self.optimizer = optimizer(self.named)
-        self.initial = {n: p.detach().clone() for n, p in self.model.named_parameters()}
+        self.initial = {n: tensor.clone() for n, tensor in self.weights().items()}
 
     def loss(
         self,
@@ -264,8 +284,8 @@ class Reference:
         return {name: self.optimizer.state[parameter] for name, parameter in self.named}
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """All parameters by name."""
-        return {name: p.detach() for name, p in self.model.named_parameters()}
+        """All parameters by name; a tied one under each of its names."""
+        return self.model.state_dict()
 
 
 def relative_error(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from pixelrag.gradcache import gradcache_step, split_batch
 from tests.distributed.toy import (
     RankBatch,
     Reference,
+    ToyBiEncoder,
     make_model,
     make_optimizer,
     make_rank_batch,
@@ -31,8 +34,12 @@ DEFAULTS: dict[str, Any] = {
     "offload": False,
     "dropout": 0.0,
     "checkpointing": False,
+    "tied": False,
+    "frozen": [],  # starts of parameter names
+    "zero": None,  # a user's zero_optimization settings
     "units": True,  # hand blocks to the engine
     "rows": None,  # rows of each rank; None: 9 on one rank, else 5, 4, 3 by rank
+    "filler": None,  # this rank brings a row that does not count
     "chunk_size": 2,
     "negatives": 2,
     "images": "varied",
@@ -87,17 +94,28 @@ def assert_exact(results: list[dict[str, Any]], bar: float = 1e-5) -> None:
 
 def build(case: dict[str, Any], model: torch.nn.Module, world: World) -> Engine:
     """The engine a case asks for, around ``model``."""
-    return build_engine(
-        model,
-        make_optimizer,
-        name=case["engine"],
-        device=world.device,
-        blocks=units_of(model) if case["units"] else (),
-        precision=case["precision"],
-        grad_sync=case["grad_sync"],
-        params=case["params"],
-        offload_optimizer=case["offload"],
-    )
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        if case["zero"] is not None:
+            json.dump({"zero_optimization": case["zero"]}, file)
+            file.flush()
+        return build_engine(
+            model,
+            make_optimizer,
+            name=case["engine"],
+            device=world.device,
+            blocks=units_of(model) if case["units"] else (),
+            precision=case["precision"],
+            grad_sync=case["grad_sync"],
+            params=case["params"],
+            offload_optimizer=case["offload"],
+            deepspeed=None if case["zero"] is None else file.name,
+        )
+
+
+def model_for(case: dict[str, Any]) -> ToyBiEncoder:
+    """The model a case asks for."""
+    options = {key: case[key] for key in ("dropout", "checkpointing", "tied", "frozen")}
+    return make_model(dtype=getattr(torch, case["dtype"]), **options)
 
 
 def image_plan(images: str, rank: int, step: int, world_size: int) -> tuple[bool, str]:
@@ -146,9 +164,8 @@ def as_float64(parts: list[RankBatch]) -> list[RankBatch]:
 
 def reference_for(case: dict[str, Any]) -> Reference:
     """A float64 reference that starts from the very weights of the case's model."""
-    start = make_model(dtype=getattr(torch, case["dtype"]), dropout=case["dropout"])
-    double = make_model(dtype=torch.float64, dropout=case["dropout"])
-    double.load_state_dict(start.state_dict())
+    double = model_for(case | {"dtype": "float64", "checkpointing": False})
+    double.load_state_dict(model_for(case).state_dict())
     return Reference(double)
 
 
@@ -168,9 +185,7 @@ def run_trial(world: World, overrides: dict[str, Any]) -> dict[str, Any]:
     case = DEFAULTS | overrides
     unknown = overrides.keys() - DEFAULTS.keys()
     assert not unknown, unknown
-    dtype = getattr(torch, case["dtype"])
-    model = make_model(dtype=dtype, dropout=case["dropout"], checkpointing=case["checkpointing"])
-    engine = build(case, model, world)
+    engine = build(case, model_for(case), world)
     reference = reference_for(case)
     worst: dict[str, float] = {}
     for step in range(case["steps"]):
@@ -195,11 +210,13 @@ def one_step(
             engine,
             *own_chunks(parts[world.rank], case["chunk_size"]),
             parts[world.rank].positive_B,
+            num_real_queries=0 if case["filler"] == world.rank else None,
             weight=1.0 / count,
             last=number == count - 1,
         )
         chunk_size, use_seeds = (case["chunk_size"], seeds) if case["dropout"] else (None, None)
-        expected = reference.loss(as_float64(parts), chunk_size, use_seeds)
+        counted = [part for rank, part in enumerate(parts) if rank != case["filler"]]
+        expected = reference.loss(as_float64(counted), chunk_size, use_seeds)
         gradients = reference.backward(expected / count)
         losses.append(result.loss)
         expected_losses.append(expected.item())

@@ -195,7 +195,7 @@ def _is_on(section: Any) -> bool:
 def _settle_precision(config: dict, bf16: bool, problems: list[str]) -> None:
     for key in ("bf16", "torch_autocast"):
         section = config.get(key)
-        enabled = section.get("enabled", False) if isinstance(section, dict) else section
+        enabled = section.get("enabled") if isinstance(section, dict) else section
         if isinstance(enabled, bool) and enabled != bf16:
             wanted = "bf16" if enabled else "fp32"
             problems.append(

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from pixelrag.data.pairs import PairDataset
 from pixelrag.data.sampler import GlobalBatchSampler
 from pixelrag.data.schema import Document
+from pixelrag.errors import PixelragError
 from pixelrag.evaluate.pairs import document_length
 from pixelrag.models.preprocess import Preprocessor
 
@@ -89,11 +90,33 @@ def load_batches(
     if num_workers == 0:
         return (collator[indices] for indices in sampler)
     loader = DataLoader(
-        collator,
+        _Carried(collator),
         batch_size=None,  # an index is a whole batch already
         sampler=sampler,
         num_workers=num_workers,
         persistent_workers=True,
         pin_memory=torch.cuda.is_available(),
+        # Its own: the workers' seed must not be drawn from the stream that dropout draws from.
+        generator=torch.Generator(),
     )
-    return iter(loader)
+    return _raising(iter(loader))
+
+
+class _Carried(Dataset):
+    """Hands errors over as values: a worker's loader would bury them under its own traceback."""
+
+    def __init__(self, collator: PairCollator) -> None:
+        self._collator = collator
+
+    def __getitem__(self, indices: list[int]) -> PairBatch | PixelragError:
+        try:
+            return self._collator[indices]
+        except PixelragError as error:
+            return error
+
+
+def _raising(batches: Iterator[PairBatch | PixelragError]) -> Iterator[PairBatch]:
+    for batch in batches:
+        if isinstance(batch, PixelragError):
+            raise batch
+        yield batch

@@ -14,6 +14,7 @@ import torch
 
 from pixelrag.data.pairs import corpus_of
 from pixelrag.data.schema import Document, PairRow
+from pixelrag.distributed.together import together
 from pixelrag.engine.base import Engine
 from pixelrag.errors import DataError
 from pixelrag.evaluate.ranking import per_query_metrics, rank_relevant, summarize
@@ -106,7 +107,8 @@ class PairEvaluator:
         per_query: dict[str, np.ndarray] = {}
         if self._retrieval:
             positive_Q = torch.tensor([self._index[row.positive.key] for row in self._rows])
-            ranks = rank_relevant(query_QD, document_ND[: self._num_corpus], positive_Q)
+            with together():  # embeddings that are not finite raise here
+                ranks = rank_relevant(query_QD, document_ND[: self._num_corpus], positive_Q)
             per_query = per_query_metrics(ranks)
             figures |= {f"eval/{name}": value for name, value in summarize(per_query).items()}
         return PairEvaluation(figures, per_query)

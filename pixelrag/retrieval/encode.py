@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from pixelrag.distributed.collectives import exchange
+from pixelrag.distributed.together import together
 from pixelrag.engine.base import Engine
 
 Inputs = dict[str, torch.Tensor]
@@ -49,7 +50,8 @@ def encode(
         for call in range(calls):
             # A rank without a batch of its own repeats the first; its rows are thrown away.
             chosen = mine[call] if call < len(mine) else batches[0]
-            inputs = prepare([items[i] for i in chosen])
+            with together():
+                inputs = prepare([items[i] for i in chosen])
             has_images = inputs.get("pixel_values") is not None
             touch = any(row[0] for row in exchange([int(has_images)])) and not has_images
             inputs = {key: value.to(engine.device) for key, value in inputs.items()}

@@ -18,7 +18,9 @@ from pixelrag.data.pairs import DataReport, PairDataset, check_files, load_corpu
 from pixelrag.data.sampler import GlobalBatchSampler
 from pixelrag.distributed.collectives import from_main
 from pixelrag.distributed.env import World, process_group, read_ranks
+from pixelrag.distributed.together import together
 from pixelrag.engine import Engine, build_engine
+from pixelrag.errors import CheckpointError
 from pixelrag.evaluate.pairs import PairEvaluator
 from pixelrag.export.hf import export_embedder
 from pixelrag.gradcache import gradcache_step, split_batch
@@ -27,11 +29,12 @@ from pixelrag.models import Preprocessor, load_embedder
 from pixelrag.models.biencoder import BiEncoder
 from pixelrag.train.batches import PairBatch, load_batches
 from pixelrag.train.checkpoint import resolve_resume
-from pixelrag.train.loop import Loop
+from pixelrag.train.loop import Loop, is_finished
 from pixelrag.train.optimizer import adamw
 from pixelrag.train.run_state import load_optimizer, load_parameters, read_state
 from pixelrag.train.sinks import check_sinks
 from pixelrag.train.task import StepReport
+from pixelrag.train.text_file import require_writable
 
 logger = logging.getLogger("pixelrag")
 
@@ -52,28 +55,52 @@ def main(config: ContrastiveConfig) -> int:
 def train(config: ContrastiveConfig, world: World) -> dict[str, Any]:
     """Run the job inside an existing process group; a collective. Returns the run's summary."""
     output = Path(config.output_dir)
-    checkpoint = from_main(lambda: resolve_resume(config.checkpoint.resume, output))
+    checkpoint = from_main(lambda: _checkpoint_of(config))
     dataset = open_dataset(config, config.data.train, world)
-    sampler = GlobalBatchSampler(
-        len(dataset),
-        config.batch.per_device_batch_size * world.world_size,
-        world.rank,
-        world.world_size,
-        config.seed,
-        config.data.drop_last,
-    )
-    total_steps = num_steps(config, sampler)
+    with together():
+        sampler = GlobalBatchSampler(
+            len(dataset),
+            config.batch.per_device_batch_size * world.world_size,
+            world.rank,
+            world.world_size,
+            config.seed,
+            config.data.drop_last,
+        )
+        total_steps = num_steps(config, sampler)
+        # Before a large model is loaded in vain.
+        require_writable(output)
     state = None
     if checkpoint is not None:
         state = from_main(lambda: read_state(checkpoint, config))
-        sampler.load_state_dict(state.position)
-        if state.step >= total_steps:
+        with together():
+            _go_on_at(state.position, sampler, dataset, checkpoint)
+        if state.step >= total_steps and from_main(lambda: is_finished(output, state.step)):
             logger.info("%s has all %d steps; nothing to do", checkpoint, total_steps)
             return {"step": state.step}
         logger.info("resuming from %s, step %d of %d", checkpoint, state.step, total_steps)
     task = ContrastiveTask(config, world, dataset, sampler, checkpoint)
     _say_arithmetic(config, world, len(dataset), total_steps)
     return Loop(task, config, world, total_steps, state).run()
+
+
+def _checkpoint_of(config: ContrastiveConfig) -> Path | None:
+    output = Path(config.output_dir)
+    try:
+        return resolve_resume(config.checkpoint.resume, output)
+    except OSError as error:
+        raise CheckpointError(f"{output}: cannot be read ({error.strerror or error})") from error
+
+
+def _go_on_at(
+    position: dict[str, Any], sampler: GlobalBatchSampler, dataset: PairDataset, checkpoint: Path
+) -> None:
+    if position["data"] != dataset.report.fingerprint:
+        raise CheckpointError(
+            f"{checkpoint} was written under other data: the content of data.train has changed "
+            f"(fingerprint was {position['data'][:12]}, is {dataset.report.fingerprint[:12]}). "
+            "Restore the files, or choose another output_dir for a new run"
+        )
+    sampler.load_state_dict(position["sampler"])
 
 
 class ContrastiveTask:
@@ -97,14 +124,17 @@ class ContrastiveTask:
     ) -> None:
         self._config = config
         self._sampler = sampler
+        self._data = dataset.report.fingerprint
         self._container, self._preprocessor = build_biencoder(config)
         self._embedder = self._container.encoder
         self._evaluator = build_evaluator(config, world, self._preprocessor)
         if checkpoint is not None:
-            load_parameters(checkpoint, self._container)
+            with together():
+                load_parameters(checkpoint, self._container)
         self.engine = engine_for(config, world, self._container)
         if checkpoint is not None:
-            load_optimizer(checkpoint, self.engine)
+            with together():
+                load_optimizer(checkpoint, self.engine)
         self._consumed = sampler.position
         self._batches: Iterator[PairBatch] = load_batches(
             dataset, sampler, self._preprocessor, num_workers=config.data.num_workers
@@ -147,10 +177,18 @@ class ContrastiveTask:
     def evaluate(self) -> dict[str, float]:
         if self._evaluator is None:
             return {}
-        return self._evaluator(self.engine, self._scale).figures
+        return self._evaluator(self.engine, self._current_scale()).figures
+
+    def _current_scale(self) -> float:
+        """After the step; the parameter may be sharded, and only a forward pass shows it whole."""
+        inputs = self._preprocessor.queries(["scale"])
+        inputs = {key: value.to(self.engine.device) for key, value in inputs.items()}
+        with self.engine.inference():
+            _, log_scale = self.engine("query", **inputs)
+        return float(scale_from_log(log_scale))
 
     def position(self) -> dict[str, Any]:
-        return self._sampler.state_dict(self._consumed)
+        return {"sampler": self._sampler.state_dict(self._consumed), "data": self._data}
 
     def export(self, folder: Path) -> None:
         full = self.engine.full_parameters(trainable_only=self._config.lora.enabled)
@@ -179,9 +217,10 @@ def build_biencoder(config: ContrastiveConfig) -> tuple[BiEncoder, Preprocessor]
     bf16 = config.engine.precision == "bf16"
     # A frozen base needs no fp32 master; whatever is trained has one.
     dtype = torch.bfloat16 if bf16 and config.lora.enabled else torch.float32
-    embedder, preprocessor = load_embedder(
-        config.model, config.lora, dtype=dtype, half_precision=bf16, seed=config.seed
-    )
+    with together():
+        embedder, preprocessor = load_embedder(
+            config.model, config.lora, dtype=dtype, half_precision=bf16, seed=config.seed
+        )
     container = BiEncoder(
         embedder,
         temperature=config.loss.temperature,
@@ -193,18 +232,19 @@ def build_biencoder(config: ContrastiveConfig) -> tuple[BiEncoder, Preprocessor]
 def engine_for(config: ContrastiveConfig, world: World, container: BiEncoder) -> Engine:
     """Build the engine that the configuration names around the container; a collective."""
     engine = config.engine
-    return build_engine(
-        container,
-        adamw(config.optim),
-        name=engine.name,
-        device=world.device,
-        blocks=container.encoder.blocks(),
-        precision=engine.precision,
-        grad_sync=engine.grad_sync,
-        params=engine.params,
-        offload_optimizer=engine.offload_optimizer,
-        deepspeed=engine.deepspeed,
-    )
+    with together():
+        return build_engine(
+            container,
+            adamw(config.optim),
+            name=engine.name,
+            device=world.device,
+            blocks=container.encoder.blocks(),
+            precision=engine.precision,
+            grad_sync=engine.grad_sync,
+            params=engine.params,
+            offload_optimizer=engine.offload_optimizer,
+            deepspeed=engine.deepspeed,
+        )
 
 
 def build_evaluator(
@@ -214,14 +254,16 @@ def build_evaluator(
     if not config.data.eval:
         return None
     rows = open_dataset(config, config.data.eval, world).rows
-    corpus = config.eval.corpus
-    return PairEvaluator(
-        rows[: config.eval.max_rows],
-        preprocessor,
-        corpus=from_main(lambda: load_corpus(corpus)) if corpus else None,
-        batch_size=config.eval.batch_size,
-        retrieval=config.eval.retrieval,
-    )
+    path = config.eval.corpus
+    corpus = from_main(lambda: load_corpus(path)) if path else None
+    with together():
+        return PairEvaluator(
+            rows[: config.eval.max_rows],
+            preprocessor,
+            corpus=corpus,
+            batch_size=config.eval.batch_size,
+            retrieval=config.eval.retrieval,
+        )
 
 
 def open_dataset(config: ContrastiveConfig, paths: list[str], world: World) -> PairDataset:
@@ -233,7 +275,8 @@ def open_dataset(config: ContrastiveConfig, paths: list[str], world: World) -> P
             return check_files(paths, progress, num_hard_negatives=cap).to_json()
 
     report = DataReport.from_json(from_main(check))
-    return PairDataset(paths, config.data.bad_rows, cap, report=report)
+    with together():
+        return PairDataset(paths, config.data.bad_rows, cap, report=report)
 
 
 def num_steps(config: ContrastiveConfig, sampler: GlobalBatchSampler) -> int:
@@ -241,7 +284,8 @@ def num_steps(config: ContrastiveConfig, sampler: GlobalBatchSampler) -> int:
     if config.optim.max_steps is not None:
         return config.optim.max_steps
     batches = config.optim.num_epochs * sampler.batches_per_epoch
-    return max(1, math.ceil(batches / config.batch.gradient_accumulation_steps))
+    # The epsilon keeps 1.1 epochs of 10 batches, 11.000000000000002, at 11.
+    return max(1, math.ceil(batches / config.batch.gradient_accumulation_steps - 1e-9))
 
 
 def show_log(rank: int) -> None:

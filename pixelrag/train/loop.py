@@ -17,6 +17,7 @@ from typing import Any
 from pixelrag.config.base import JobConfig, dump, fingerprint
 from pixelrag.distributed.collectives import agree_max, from_main, told_by_main
 from pixelrag.distributed.env import World
+from pixelrag.distributed.together import together
 from pixelrag.errors import NonFiniteError
 from pixelrag.train.atomic import versions
 from pixelrag.train.checkpoint import checkpoint_dir, rotate
@@ -28,6 +29,7 @@ from pixelrag.train.run_state import RunState, gather_ids, save_run, seed_step
 from pixelrag.train.schedule import multiplier, resolve_warmup
 from pixelrag.train.signals import StopRequest
 from pixelrag.train.task import StepReport, Task
+from pixelrag.train.text_file import replace_text
 
 logger = logging.getLogger("pixelrag")
 
@@ -63,6 +65,9 @@ class Loop:
         self._output = Path(config.output_dir)
         self._best = resumed.best if resumed else None
         self._means = RunningMeans()
+        self._unlogged: list[dict[str, float]] = []
+        for figures in resumed.unlogged if resumed else []:
+            self._count(figures)
         self._throughput = Throughput()
         self._last_figures: dict[str, float] = {}
         self._saved_step = resumed.step if resumed else 0
@@ -78,7 +83,8 @@ class Loop:
         """
         started = time.time()
         first = self._resumed.step if self._resumed else 0
-        writer = self._writer()
+        with together():
+            writer = self._writer()
         view = ProgressView(
             self._total_steps,
             done_steps=first,
@@ -87,9 +93,7 @@ class Loop:
         )
         stop_reason = None
         with writer, view, StopRequest(self._output) as stop:
-            if self._world.is_main:
-                (self._output / PREEMPTED).unlink(missing_ok=True)
-                (self._output / "config.yaml").write_text(dump(self._config), encoding="utf-8")
+            from_main(self._open_folder)
             step = first
             while step < self._total_steps and stop_reason is None:
                 figures = self._step(step)
@@ -102,6 +106,10 @@ class Loop:
             if stop_reason is not None and step < self._total_steps:
                 return self._preempted(step, stop_reason, writer, view, stop)
             return self._finish(step, started, writer, view)
+
+    def _open_folder(self) -> None:
+        replace_text(self._output / "config.yaml", dump(self._config))
+        (self._output / PREEMPTED).unlink(missing_ok=True)
 
     def _writer(self) -> MetricsWriter:
         sinks = [n for n in ("tensorboard", "wandb", "trackio") if getattr(self._config.logging, n)]
@@ -123,7 +131,8 @@ class Loop:
         ids: list[str] = []
         reports: list[StepReport] = []
         for index in range(count):
-            batch = self._task.next_batch()
+            with together():
+                batch = self._task.next_batch()
             ids += self._task.sample_ids(batch)
             report = self._task.accumulate(batch, weight=1.0 / count, last=index == count - 1)
             if not math.isfinite(report.loss):
@@ -137,8 +146,12 @@ class Loop:
         for name in reports[0].figures:
             figures[name] = sum(r.figures[name] for r in reports) / count
         figures["train/grad_norm"] = norm
-        self._means.add(figures)
+        self._count(figures)
         return {"train/lr": rate}
+
+    def _count(self, figures: dict[str, float]) -> None:
+        self._unlogged.append(figures)
+        self._means.add(figures)
 
     def _not_finite(self, step: int, what: str, suspects: list[str], ids: list[str]) -> None:
         named, batch = gather_ids(suspects), gather_ids(ids, most=32)
@@ -156,7 +169,9 @@ class Loop:
             return
         values = self._means.pop() | figures | self._task.step_figures()
         values |= self._throughput.rates() | peak_memory(self._world.device)
-        writer.write(step, values)
+        self._unlogged.clear()
+        with together():
+            writer.write(step, values)
         view.figures(step, values)
 
     def _evaluate_if_due(self, step: int, writer: MetricsWriter, view: ProgressView) -> None:
@@ -170,7 +185,8 @@ class Loop:
             if not figures:
                 return
             self._last_figures = figures
-            writer.write(step, figures)
+            with together():
+                writer.write(step, figures)
             view.figures(step, figures)
             metric = self._config.checkpoint.best_metric
             value = figures[metric]
@@ -188,8 +204,10 @@ class Loop:
 
     def _save(self, step: int, writer: MetricsWriter, view: ProgressView) -> None:
         with self._throughput.excluded():
-            writer.sync()
-            state = RunState(step, self._task.position(), self._best, fingerprint(self._config))
+            with together():
+                writer.sync()
+            position, identity = self._task.position(), fingerprint(self._config)
+            state = RunState(step, position, self._best, identity, self._unlogged)
             folder = save_run(
                 self._output,
                 self._task.engine,
@@ -210,14 +228,19 @@ class Loop:
     def _preempted(self, step, reason, writer, view, stop) -> dict[str, Any]:
         if self._saved_step != step:
             self._save(step, writer, view)
-        if self._world.is_main:
+        folder = checkpoint_dir(self._output, step)
+
+        def mark() -> None:
+            replace_text(self._output / PREEMPTED, f"{reason}\n{folder}\n")
             stop.clear_stop_file()
-            folder = checkpoint_dir(self._output, step)
-            (self._output / PREEMPTED).write_text(f"{reason}\n{folder}\n", encoding="utf-8")
+
+        from_main(mark)
         view.message(f"stopped at step {step} of {self._total_steps}: {reason}; resume with auto")
         return {"step": step, "preempted": reason}
 
     def _finish(self, step, started, writer, view) -> dict[str, Any]:
+        # A run that died after its last checkpoint resumes here, its figures already recorded.
+        self._last_figures = self._last_figures or self._task.evaluate()
         self._task.export(self._output / "last")
         summary = {
             "step": step,
@@ -237,4 +260,16 @@ class Loop:
 
     def _write_summary(self, summary: dict[str, Any]) -> None:
         text = json.dumps(summary | {"versions": versions()}, indent=1)
-        (self._output / SUMMARY).write_text(text + "\n", encoding="utf-8")
+        replace_text(self._output / SUMMARY, text + "\n")
+
+
+def is_finished(output: Path, step: int) -> bool:
+    """Whether a run of this folder has ended at `step` or later: its last acts, done. Rank 0.
+
+    A run that died between its last checkpoint and these acts has them still before it.
+    """
+    try:
+        summary = json.loads((output / SUMMARY).read_text(encoding="utf-8"))
+        return int(summary["step"]) >= step
+    except (OSError, ValueError, KeyError, TypeError):
+        return False

@@ -3,7 +3,8 @@
 checkpoint-<step>/
   model.safetensors       trained parameters by name, whole, fp32
   optimizer.safetensors   "<parameter>|<key>" -> state, whole (absent with save_optimizer: false)
-  state.json              step, position in the data, best figure, fingerprint of the config
+  state.json              step, position in the data, best figure, figures not yet logged,
+                          fingerprint of the config
   config.yaml             the resolved configuration
   COMPLETE                sizes and hashes of all of it
 
@@ -18,12 +19,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from pixelrag.config.base import JobConfig, dump, fingerprint
 from pixelrag.config.yaml_file import read_yaml
 from pixelrag.distributed.collectives import agree_max, gather_objects
+from pixelrag.distributed.together import together
 from pixelrag.engine.base import Engine
 from pixelrag.errors import CheckpointError
 from pixelrag.train.atomic import atomic_dir
@@ -34,16 +37,38 @@ logger = logging.getLogger("pixelrag")
 
 # A run that differs in these is another experiment; the rest may change between two parts of one.
 _IDENTITY = ("seed", "model", "lora", "data", "loss", "batch")
+# These belong to the machine: they change rounding, or the draws of dropout, and no more.
+_ADAPTABLE = (
+    "model.attention",
+    "model.gradient_checkpointing",
+    "batch.chunk_size",
+    # The sampler insists on the global batch, which stays when the world is another.
+    "batch.per_device_batch_size",
+    "data.num_workers",
+    "data.eval",
+)
+# What loads or speaks differently, but computes the same.
+_SILENT = ("batch.per_device_batch_size", "data.num_workers")
 
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """Where a run stands."""
+    """Where a run stands.
+
+    Attributes:
+        step: optimizer steps done.
+        position: where the data stand, by `Task.position`.
+        best: best held-out figure so far.
+        fingerprint: of the configuration.
+        unlogged: figures of each step since the last logged one, so that the next line's means
+            are those of an uninterrupted run.
+    """
 
     step: int
     position: dict[str, Any]
     best: float | None
     fingerprint: str
+    unlogged: list[dict[str, float]]
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
@@ -52,7 +77,8 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     Dropout then depends on (seed, step, rank) and nothing else, so a resumed run needs no stored
     generator state to continue bit for bit.
     """
-    torch.manual_seed((seed * 1_000_003 + step) * 65_537 + rank)
+    mixed = np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)
+    torch.manual_seed(int(mixed[0]))
 
 
 def save_run(
@@ -69,9 +95,8 @@ def save_run(
     flat = {f"{name}|{key}": v for name, entries in optimizer.items() for key, v in entries.items()}
     num_bytes = sum(t.numel() * t.element_size() for t in [*parameters.values(), *flat.values()])
     info = {"step": state.step, "world_size": engine.world_size, "engine": engine.name}
-    with atomic_dir(
-        final, info=info, num_bytes=num_bytes, rank=engine.rank, agree=all_ranks
-    ) as folder:
+    writing = atomic_dir(final, info=info, num_bytes=num_bytes, rank=engine.rank, agree=all_ranks)
+    with together(), writing as folder:
         if engine.rank == 0:
             save_tensors(folder / "model", parameters)
             if save_optimizer:
@@ -109,14 +134,22 @@ def _compare_configs(folder: Path, config: JobConfig) -> None:
         for path in sorted(before.keys() | now.keys())
         if before.get(path) != now.get(path)
     }
-    refused = [text for path, text in differing.items() if path.split(".")[0] in _IDENTITY]
+    refused = [
+        text
+        for path, text in differing.items()
+        if path.split(".")[0] in _IDENTITY and path not in _ADAPTABLE
+    ]
     if refused:
         raise CheckpointError(
             f"{folder} was written under another configuration, which this run cannot continue:\n"
             + "\n".join(f"  {text}" for text in refused)
             + "\nRestore these settings, or choose another output_dir for a new run"
         )
-    changed = [text for path, text in differing.items() if path.startswith("optim.")]
+    changed = [
+        text
+        for path, text in differing.items()
+        if path.startswith("optim.") or (path in _ADAPTABLE and path not in _SILENT)
+    ]
     if changed:
         logger.warning("resuming with changed settings: %s", "; ".join(changed))
 

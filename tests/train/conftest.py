@@ -1,0 +1,60 @@
+"""Models and data files that the training tests share, and one server to fork runs from."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train import nursery
+from tests.train.material import image_rows, text_rows, write_jsonl
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture(scope="session")
+def shelf() -> Iterator[Path]:
+    """A folder that every user may read (pytest's own are private), with models and data.
+
+    `bert`, `bert_dropout`, `qwen3_vl`: models. `train.jsonl` (26 rows), `eval.jsonl` (9),
+    `mixed.jsonl` (13 rows with texts and pictures), `mixed_eval.jsonl` (7).
+    """
+    from pixelrag.models.tiny import save_tiny_bert, save_tiny_qwen3_vl
+
+    folder = Path(tempfile.mkdtemp(prefix="pixelrag-shelf-"))
+    folder.chmod(0o755)
+    try:
+        texts = [text for row in text_rows(60) for text in (row["query"], row["passage"])]
+        save_tiny_bert(folder / "bert", texts=texts, vocab_size=300)
+        save_tiny_bert(folder / "bert_dropout", texts=texts, vocab_size=300, dropout=0.1)
+        save_tiny_qwen3_vl(folder / "qwen3_vl", num_layers=2)
+        write_jsonl(folder / "train.jsonl", text_rows(26))
+        write_jsonl(folder / "eval.jsonl", text_rows(9, first=40))
+        pictures = image_rows(folder / "tiles", 12)
+        mixed = [r for pair in zip(pictures[:7], text_rows(6), strict=False) for r in pair]
+        write_jsonl(folder / "mixed.jsonl", [*mixed, pictures[6]])
+        write_jsonl(folder / "mixed_eval.jsonl", [*pictures[7:], *text_rows(2, first=40)])
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def base(shelf: Path) -> dict[str, Any]:
+    """A configuration of a few tiny steps; `output_dir` is the test's to name."""
+    return {
+        "model": {"name_or_path": str(shelf / "bert")},
+        "data": {"train": str(shelf / "train.jsonl")},
+        "batch": {"per_device_batch_size": 8, "chunk_size": 3},
+        "optim": {"learning_rate": 1e-3, "max_steps": 4, "warmup_steps": 1},
+        "engine": {"device": "cpu", "timeout_seconds": 30},
+        "logging": {"every_steps": 1},
+    }
+
+
+@pytest.fixture(scope="session", autouse=True)
+def server() -> None:
+    nursery.start_server()

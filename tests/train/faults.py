@@ -1,0 +1,157 @@
+"""Faults that tests put into a run: what `nursery.start(setup=...)` calls in each process.
+
+Each wraps one method of the job, and acts at a step and on a rank that its payload names.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pixelrag.train import contrastive, loop
+
+Task = contrastive.ContrastiveTask
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _before(owner: type, name: str, action: Callable[..., None]) -> None:
+    """Call `action(self, *args, **kwargs)` before each call of a method."""
+    method = getattr(owner, name)
+
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        action(self, *args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def _at_batch(number: int, action: Callable[[Any], None]) -> None:
+    """Call `action(task)` when the task accumulates its batch of that number, from 1."""
+    seen = 0
+
+    def count(task: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == number:
+            action(task)
+
+    _before(Task, "accumulate", count)
+
+
+def kill(payload: dict[str, Any]) -> None:
+    """SIGKILL to this process in the middle of batch `batch`: gradients are half accumulated."""
+
+    def arm(task: Any) -> None:
+        backward = task.engine.backward
+
+        def die(loss: torch.Tensor, *, last: bool) -> None:
+            backward(loss, last=False)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        task.engine.backward = die
+
+    _at_batch(payload["batch"], arm)
+
+
+def kill_before_last_export(payload: dict[str, Any]) -> None:
+    """SIGKILL to this process when the last checkpoint stands and `last/` is still to come."""
+    _before(loop.Loop, "_finish", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def kill_in_export(payload: dict[str, Any]) -> None:
+    """SIGKILL to rank 0 while `best/` is half-written."""
+    from pixelrag.export import hf
+
+    def die(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    hf._sync = die
+
+
+def signal_self(payload: dict[str, Any]) -> None:
+    """SIGTERM to this process, on rank `rank` alone, in the middle of batch `batch`."""
+    if _rank() == payload["rank"]:
+        _at_batch(payload["batch"], lambda task: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def infinite_weight(payload: dict[str, Any]) -> None:
+    """One weight of rank `rank` becomes infinite before batch `batch`."""
+
+    @torch.no_grad()
+    def spoil(task: Any) -> None:
+        next(iter(task.engine.module.parameters())).view(-1)[0] = float("inf")
+
+    if _rank() == payload["rank"]:
+        _at_batch(payload["batch"], spoil)
+
+
+def poisoned_row(payload: dict[str, Any]) -> None:
+    """The embedding of the row whose sample id is `sample_id` becomes `value`, on its rank."""
+    embed = contrastive.gradcache_step
+
+    def step(engine: Any, queries: list, documents: list, positive: torch.Tensor, **rest: Any):
+        row = step.row
+        if row is None:
+            return embed(engine, queries, documents, positive, **rest)
+        forward, calls = engine._forward, 0
+
+        def spoiled(role: str, **batch: Any) -> Any:
+            nonlocal calls
+            embedding, scale = forward(role, **batch)
+            if role == "query":
+                first, calls = calls, calls + len(embedding)
+                if first <= row < calls:
+                    embedding = embedding.clone()
+                    embedding[row - first] = payload["value"]
+            return embedding, scale
+
+        engine._forward = spoiled
+        return embed(engine, queries, documents, positive, **rest)
+
+    def find(task: Any, batch: Any, **_: Any) -> None:
+        ids = batch.query_ids if batch.num_real_queries else []
+        step.row = ids.index(payload["sample_id"]) if payload["sample_id"] in ids else None
+
+    contrastive.gradcache_step = step
+    _before(Task, "accumulate", find)
+
+
+def nan_gradient(payload: dict[str, Any]) -> None:
+    """The loss is fine, a gradient of rank `rank` at batch `batch` is not a number."""
+
+    def arm(task: Any) -> None:
+        backward = task.engine.backward
+
+        def spoil(loss: torch.Tensor, *, last: bool) -> None:
+            backward(loss * float("nan") if last else loss, last=last)
+
+        task.engine.backward = spoil
+
+    if _rank() == payload["rank"]:
+        _at_batch(payload["batch"], arm)
+
+
+def lost_image(payload: dict[str, Any]) -> None:
+    """The image `path` is gone once training has begun."""
+    _at_batch(1, lambda task: os.path.exists(payload["path"]) and os.remove(payload["path"]))
+
+
+def broken_code(payload: dict[str, Any]) -> None:
+    """A fault of pixelrag's own on rank `rank`, when it prepares batch `batch`."""
+    seen = 0
+
+    def fail(task: Any) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == payload["batch"]:
+            raise KeyError("a fault of ours")
+
+    if _rank() == payload["rank"]:
+        _before(Task, "next_batch", fail)

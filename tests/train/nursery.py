@@ -1,0 +1,203 @@
+"""Starts `pixelrag` commands on one or several processes in a tenth of a second each.
+
+A command that starts from nothing pays about five seconds for its imports, and these tests start
+hundreds of processes. So one server process imports everything once and forks: each child is a
+process of its own, with its own process group, signals, output and exit code, and runs the very
+`main` that the console script runs. What launchers add is tested in `test_launchers.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import resource
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "DS_ACCELERATOR": "cpu",
+    "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONWARNINGS": "ignore",
+    "PYTHONPATH": str(ROOT),
+}
+_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_PRELOAD = ["tests.train.preload"]
+_TIMEOUT = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a command ended on each rank."""
+
+    codes: list[int]
+    outputs: list[str]
+
+    def check(self) -> Ended:
+        """Fail with what the ranks wrote unless all of them succeeded."""
+        assert set(self.codes) == {0}, f"exit codes {self.codes}\n{self.text}"
+        return self
+
+    @property
+    def text(self) -> str:
+        """The output of all ranks."""
+        return "\n".join(f"--- rank {r} ---\n{text}" for r, text in enumerate(self.outputs))
+
+
+class Job:
+    """A running command."""
+
+    def __init__(self, workers: list[Any], files: list[Path]) -> None:
+        self.workers = workers
+        self._files = files
+
+    def outputs(self) -> list[str]:
+        """What each rank has written so far."""
+        return [file.read_text(errors="replace") for file in self._files]
+
+    def wait(self, timeout: float = _TIMEOUT) -> Ended:
+        """Wait for all ranks; fail, killing them, when it takes longer than `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        try:
+            for worker in self.workers:
+                worker.join(max(0.0, deadline - time.monotonic()))
+            late = [r for r, worker in enumerate(self.workers) if worker.exitcode is None]
+            ended = Ended([w.exitcode for w in self.workers], self.outputs())
+            assert not late, f"ranks {late} hang after {timeout:g} s\n{ended.text}"
+            return ended
+        finally:
+            self.kill()
+
+    def wait_until(self, condition: Callable[[], bool], timeout: float = _TIMEOUT) -> None:
+        """Wait until something has happened, while every rank lives."""
+        deadline = time.monotonic() + timeout
+        while not condition():
+            dead = any(worker.exitcode is not None for worker in self.workers)
+            if dead or time.monotonic() > deadline:
+                self.kill()
+                outputs = "\n".join(self.outputs())
+                raise AssertionError(f"ended or timed out before it happened\n{outputs}")
+            time.sleep(0.01)
+
+    def signal(self, signum: int) -> None:
+        """Send a signal to every rank."""
+        for worker in self.workers:
+            with suppress(ProcessLookupError):
+                os.kill(worker.pid, signum)
+
+    def kill(self) -> None:
+        """End every rank that still runs."""
+        for worker in self.workers:
+            worker.kill()
+            worker.join()
+
+
+def start_server() -> None:
+    """Import everything once; later calls do nothing."""
+    before = dict(os.environ)
+    try:
+        for name in _LAUNCHER:
+            os.environ.pop(name, None)
+        os.environ.update(ENVIRONMENT)
+        multiprocessing.set_forkserver_preload(_PRELOAD)
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def start(
+    arguments: Sequence[str],
+    *,
+    nproc: int = 1,
+    launcher: bool | None = None,
+    setup: str | None = None,
+    payload: Any = None,
+    uid: int | None = None,
+    max_file_bytes: int | None = None,
+) -> Job:
+    """Start `pixelrag ARGUMENTS` on `nproc` processes.
+
+    Args:
+        arguments: the command line behind `pixelrag`.
+        nproc: processes.
+        launcher: set the variables that launchers set; None = with several processes.
+        setup: `module:function`, called with `payload` in each process first; injects faults.
+        payload: see `setup`.
+        uid: user to become (needs root).
+        max_file_bytes: RLIMIT_FSIZE: the largest file that a process may write.
+    """
+    start_server()
+    folder = Path(tempfile.mkdtemp(prefix="pixelrag-test-"))
+    context = multiprocessing.get_context("forkserver")
+    workers, files = [], []
+    for rank in range(nproc):
+        variables: dict[str, str] = {}
+        if launcher or (launcher is None and nproc > 1):
+            variables = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(nproc),
+                "LOCAL_WORLD_SIZE": str(nproc),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": "0",
+                "PIXELRAG_RENDEZVOUS_FILE": str(folder / "rendezvous"),
+            }
+        files.append(folder / f"output{rank}.txt")
+        files[-1].touch()
+        options = (variables, str(files[-1]), setup, payload, uid, max_file_bytes)
+        workers.append(context.Process(target=_child, args=(list(arguments), *options)))
+        workers[-1].start()
+    if uid is not None:
+        folder.chmod(0o777)
+    return Job(workers, files)
+
+
+def run(arguments: Sequence[str], *, timeout: float = _TIMEOUT, **options: Any) -> Ended:
+    """`start` and wait."""
+    return start(arguments, **options).wait(timeout)
+
+
+def _child(arguments, variables, output, setup, payload, uid, max_file_bytes) -> None:
+    target = os.open(output, os.O_WRONLY | os.O_APPEND)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    sys.stdin = os.fdopen(os.open(os.devnull, os.O_RDONLY))
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    os.environ.update(variables)
+    # As in a process that started by itself; a loader's workers would else import everything.
+    multiprocessing.set_start_method("fork", force=True)
+    code = 1
+    try:
+        if uid is not None:
+            os.setgroups([])
+            os.setgid(uid)
+            os.setuid(uid)
+        if max_file_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
+        if setup is not None:
+            module, function = setup.split(":")
+            getattr(importlib.import_module(module), function)(payload)
+        from pixelrag.cli import main
+
+        code = main(arguments)
+    except SystemExit as error:
+        code = error.code
+    except BaseException:  # noqa: BLE001 - what an interpreter does with an exception
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 1)

@@ -1,0 +1,29 @@
+"""What the server of `nursery` imports before it forks; starts no thread.
+
+What is not imported here every forked run imports again, up to two seconds each time.
+"""
+
+import importlib
+import logging
+
+import torch
+
+from pixelrag.engine.deepspeed import import_deepspeed
+
+import_deepspeed(torch.device("cpu"))
+for _name in (
+    "pixelrag.cli",
+    "pixelrag.config.contrastive",
+    "pixelrag.engine.fsdp2",
+    "pixelrag.engine.ds_config",
+    "pixelrag.train.contrastive",
+    # Imported by the libraries when they are first used.
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.runtime.zero.stage3",
+    "transformers.models.bert.modeling_bert",
+    "PIL.PngImagePlugin",
+    "torch._dynamo",
+):
+    importlib.import_module(_name)
+torch.set_num_threads(1)
+logging.getLogger("pixelrag").handlers.clear()

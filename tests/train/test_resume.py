@@ -1,0 +1,276 @@
+"""A run that dies and is started again is the run that never died."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from pixelrag.train.checkpoint import verify_dir
+from tests.train import nursery
+from tests.train.material import command, lines_of, merged, series, text_rows, write_jsonl
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture
+def settings(shelf) -> dict[str, Any]:
+    """Dropout on, two batches a step, an epoch that ends in the middle of a step."""
+    return {
+        "model": {"name_or_path": str(shelf / "bert_dropout")},
+        "data": {"eval": str(shelf / "eval.jsonl")},
+        "batch": {"per_device_batch_size": 4, "gradient_accumulation_steps": 2},
+        "optim": {"max_steps": 6, "warmup_steps": 2},
+        "eval": {"every_steps": 2},
+        "checkpoint": {"every_steps": 3, "best_metric": "eval/loss"},
+        "logging": {"every_steps": 2},
+    }
+
+
+@pytest.fixture
+def start(tmp_path, base, settings):
+    """Starts the settings' run in a folder of that name."""
+
+    def _start(name: str, *overrides: dict, **options: Any) -> nursery.Job:
+        config = merged(base, settings, *overrides, {"output_dir": str(tmp_path / name)})
+        return nursery.start(command(tmp_path, config), **options)
+
+    return _start
+
+
+@pytest.fixture
+def one_step(tmp_path, base):
+    """Runs a single step with a checkpoint; returns its folder."""
+
+    def _run(*overrides: dict, **options: Any) -> tuple[Path, nursery.Ended]:
+        small = {"optim": {"max_steps": 1, "warmup_steps": 0}}
+        config = merged(base, small, *overrides, {"output_dir": str(tmp_path / "run")})
+        return tmp_path / "run", nursery.run(command(tmp_path, config), **options)
+
+    return _run
+
+
+def _weights(folder: Path) -> dict[str, Any]:
+    return load_file(folder / "model.safetensors")
+
+
+def _assert_equal_runs(run: Path, straight: Path) -> None:
+    assert lines_of(run) == lines_of(straight)
+    for name in ("checkpoint-6", "last", "best"):
+        mine, theirs = _weights(run / name), _weights(straight / name)
+        assert mine.keys() == theirs.keys()
+        unlike = [key for key in mine if not mine[key].equal(theirs[key])]
+        assert not unlike, f"{name}: {unlike}"
+    mine, theirs = (load_file(f / "checkpoint-6/optimizer.safetensors") for f in (run, straight))
+    assert all(mine[key].equal(theirs[key]) for key in theirs)
+    assert len(mine) == len(theirs)
+    states = [json.loads((f / "checkpoint-6" / "state.json").read_text()) for f in (run, straight)]
+    assert states[0] == states[1]
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero2", "zero3", "fsdp2"])
+def test_killed_and_resumed_equals_straight_bit_for_bit(start, tmp_path, engine):
+    """SIGKILL inside step 4, on both ranks, in the second of its batches."""
+    settings = {"engine": {"name": engine}}
+    start("straight", settings, nproc=2).wait().check()
+    job = start("killed", settings, nproc=2, setup="tests.train.faults:kill", payload={"batch": 8})
+    assert job.wait().codes == [-signal.SIGKILL] * 2
+    killed = tmp_path / "killed"
+    assert [record["step"] for record in lines_of(killed)] == [2, 2]
+    verify_dir(killed / "checkpoint-3")
+    ended = start("killed", settings, nproc=2).wait().check()
+    assert "resuming from" in ended.outputs[0]
+    assert "checkpoint-3, step 3 of 6" in ended.outputs[0]
+    _assert_equal_runs(killed, tmp_path / "straight")
+    assert (killed / "run_id").read_text() != (tmp_path / "straight" / "run_id").read_text()
+
+
+def test_workers_ahead_of_training_do_not_skip_rows(start, tmp_path):
+    """Loader workers have prepared later batches when the checkpoint is written."""
+    start("straight").wait().check()
+    workers = {"data": {"num_workers": 2}}
+    job = start("killed", workers, setup="tests.train.faults:kill", payload={"batch": 7})
+    assert job.wait().codes == [-signal.SIGKILL]
+    start("killed", workers).wait().check()
+    assert lines_of(tmp_path / "killed") == lines_of(tmp_path / "straight")
+
+
+def test_other_engines_and_worlds_go_on(start, tmp_path, shelf):
+    """Three parts of one run on three engines and three world sizes, within rounding."""
+    plain = {"model": {"name_or_path": str(shelf / "bert")}}
+    start("straight", plain, {"batch": {"per_device_batch_size": 8}}).wait().check()
+    often = {"checkpoint": {"every_steps": 2}}
+    for engine, nproc, done in (("zero3", 2, 0), ("fsdp2", 1, 2), ("zero1", 4, 4)):
+        share = {"batch": {"per_device_batch_size": 8 // nproc}, "engine": {"name": engine}}
+        fault: dict[str, Any] = {}
+        if done < 4:  # in the third step of this part, one behind its checkpoint
+            fault = {"setup": "tests.train.faults:kill", "payload": {"batch": 5}}
+        ended = start("parts", plain, often, share, nproc=nproc, **fault).wait()
+        assert set(ended.codes) == {-signal.SIGKILL if fault else 0}, ended.text
+        if done:
+            assert f"checkpoint-{done}, step {done} of 6" in ended.outputs[0]
+    run, straight = tmp_path / "parts", tmp_path / "straight"
+    for name in ("train/loss", "train/grad_norm", "eval/loss"):
+        assert series(run, name) == pytest.approx(series(straight, name), rel=2e-4), name
+
+
+def test_no_optimizer_state_is_told(one_step, tmp_path):
+    folder, ended = one_step({"checkpoint": {"save_optimizer": False}}, nproc=2)
+    ended.check()
+    assert not (folder / "checkpoint-1" / "optimizer.safetensors").exists()
+    verify_dir(folder / "checkpoint-1")
+    _, ended = one_step({"optim": {"max_steps": 2}}, nproc=2)
+    ended.check()
+    assert "checkpoint-1 holds no optimizer state" in ended.outputs[0]
+    assert ended.outputs[1] == ""
+    assert [record["step"] for record in lines_of(folder)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"seed": 1}, "seed: was 0, is 1"),
+        ({"model": {"pooling": "cls"}}, "model.pooling: was 'auto', is 'cls'"),
+        ({"loss": {"temperature": 0.1}}, "loss.temperature: was 0.07, is 0.1"),
+        ({"lora": {"enabled": True}}, "lora.enabled: was False, is True"),
+        ({"data": {"drop_last": True}}, "data.drop_last: was False, is True"),
+        ({"batch": {"gradient_accumulation_steps": 2}}, "batch.gradient_accumulation_steps: was 1"),
+        ({"batch": {"per_device_batch_size": 4}}, "global_batch_size was 16, is 8"),
+    ],
+)
+def test_another_experiment_is_refused_by_name(one_step, change, named):
+    folder, ended = one_step(nproc=2)
+    ended.check()
+    before = (folder / "metrics.jsonl").read_bytes()
+    _, ended = one_step({"optim": {"max_steps": 2}}, change, nproc=2)
+    assert ended.codes == [5, 5]
+    assert named in ended.outputs[0]
+    assert ended.outputs[0].count("error:") == 1
+    assert ended.outputs[1] == ""
+    assert "Traceback" not in ended.text
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_changed_rows_are_refused(one_step, tmp_path):
+    """As many rows as before, other content."""
+    path = tmp_path / "rows.jsonl"
+    data = {"data": {"train": write_jsonl(path, text_rows(12))}}
+    one_step(data)[1].check()
+    write_jsonl(path, text_rows(12, first=1))
+    _, ended = one_step(data, {"optim": {"max_steps": 2}})
+    assert ended.codes == [5]
+    assert "the content of data.train has changed" in ended.text
+
+
+def test_what_may_change_does(one_step):
+    """The machine's own settings change silently, the optimizer's with a warning."""
+    folder, ended = one_step()
+    ended.check()
+    machine = {"data": {"num_workers": 1}, "batch": {"per_device_batch_size": 4}}
+    _, ended = one_step(
+        machine, {"optim": {"max_steps": 2}}, {"logging": {"every_steps": 5}}, nproc=2
+    )
+    ended.check()
+    assert "optim.max_steps: was 1, is 2" in ended.text
+    changed = {"optim": {"max_steps": 3, "learning_rate": 1e-4}, "batch": {"chunk_size": 2}}
+    _, ended = one_step(changed)
+    ended.check()
+    assert "optim.learning_rate: was 0.001, is 0.0001" in ended.text
+    assert "batch.chunk_size: was 3, is 2" in ended.text
+    assert "num_workers" not in ended.text
+    assert (folder / "checkpoint-3").is_dir()
+
+
+def test_a_complete_run_does_nothing(one_step):
+    folder, ended = one_step(nproc=2)
+    ended.check()
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    _, ended = one_step(nproc=2)
+    ended.check()
+    assert "has all 1 steps; nothing to do" in ended.outputs[0]
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+def test_a_run_killed_behind_its_last_checkpoint_still_ends(start, tmp_path):
+    start("straight").wait().check()
+    start("killed", setup="tests.train.faults:kill_before_last_export").wait()
+    killed = tmp_path / "killed"
+    assert (killed / "checkpoint-6").is_dir()
+    assert not (killed / "last").exists()
+    start("killed").wait().check()
+    _assert_equal_runs(killed, tmp_path / "straight")
+    summaries = [
+        json.loads((f / "summary.json").read_text()) for f in (killed, tmp_path / "straight")
+    ]
+    for name in ("step", "best", "final"):
+        assert summaries[0][name] == summaries[1][name]
+
+
+def test_a_truncated_checkpoint_is_passed_over(start, tmp_path):
+    start("straight", {"checkpoint": {"every_steps": 2}}).wait().check()
+    run = tmp_path / "run"
+    shutil.copytree(tmp_path / "straight", run)
+    shutil.rmtree(run / "last")
+    with open(run / "checkpoint-6" / "model.safetensors", "r+b") as file:
+        file.truncate(1000)
+    ended = start("run", {"checkpoint": {"every_steps": 2}}).wait().check()
+    assert "passed over a broken checkpoint" in ended.text
+    assert "model.safetensors: truncated (1000 bytes" in ended.text
+    assert "step 4 of 6" in ended.text
+    _assert_equal_runs(run, tmp_path / "straight")
+
+
+def test_a_named_checkpoint_that_is_broken_is_refused(one_step):
+    folder, ended = one_step()
+    ended.check()
+    os.truncate(folder / "checkpoint-1" / "optimizer.safetensors", 10)
+    named = {"checkpoint": {"resume": str(folder / "checkpoint-1")}, "optim": {"max_steps": 2}}
+    _, ended = one_step(named, nproc=2)
+    assert ended.codes == [5, 5]
+    assert "optimizer.safetensors: truncated" in ended.outputs[0]
+    assert ended.outputs[1] == ""
+
+
+def test_resume_never_does_not_mix_two_runs(one_step):
+    one_step()[1].check()
+    _, ended = one_step({"checkpoint": {"resume": "never"}}, nproc=2)
+    assert ended.codes == [5, 5]
+    assert "holds checkpoints of an earlier run" in ended.outputs[0]
+    assert ended.outputs[1] == ""
+
+
+def test_only_the_newest_checkpoints_stay(start, tmp_path):
+    start("run", {"checkpoint": {"every_steps": 1, "keep_last": 2}}).wait().check()
+    names = sorted(path.name for path in (tmp_path / "run").glob("*checkpoint-*"))
+    assert names == ["checkpoint-5", "checkpoint-6"]
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero3", "fsdp2"])
+def test_sigterm_saves_and_resumes(start, tmp_path, engine):
+    """One rank of two gets the signal, in the middle of step 2."""
+    settings = {"engine": {"name": engine}}
+    start("straight", settings, nproc=2).wait().check()
+    stopped = tmp_path / "stopped"
+    fault = {"setup": "tests.train.faults:signal_self", "payload": {"rank": 1, "batch": 3}}
+    ended = start("stopped", settings, nproc=2, **fault).wait().check()
+    assert "stopped at step 2 of 6" in ended.outputs[0]
+    assert ended.outputs[1] == ""
+    assert str(stopped / "checkpoint-2") in (stopped / "PREEMPTED").read_text()
+    verify_dir(stopped / "checkpoint-2")
+    assert not (stopped / "last").exists()
+    start("stopped", settings, nproc=2).wait().check()
+    assert not (stopped / "PREEMPTED").exists()
+    _assert_equal_runs(stopped, tmp_path / "straight")
+
+
+def test_a_stop_file_stops(start, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "STOP").touch()
+    ended = start("run", nproc=2).wait().check()
+    assert "stopped at step 1 of 6: STOP file" in ended.outputs[0]
+    assert not (tmp_path / "run" / "STOP").exists()
+    assert (tmp_path / "run" / "checkpoint-1").is_dir()

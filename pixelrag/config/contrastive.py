@@ -1,12 +1,10 @@
 """The contrastive job's configuration, and the rules that span its sections."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from pydantic import Field
 
 from pixelrag.config.base import JobConfig
-from pixelrag.config.ds_file import read_deepspeed_file
 from pixelrag.config.parts import (
     CheckpointConfig,
     DataConfig,
@@ -17,6 +15,7 @@ from pixelrag.config.parts import (
     OptimConfig,
 )
 from pixelrag.config.problems import Conflict
+from pixelrag.config.rules import engine_conflicts, length_conflicts, resume_conflicts
 from pixelrag.config.section import Section
 
 IN_BATCH_METRICS = ("eval/loss", "eval/accuracy")
@@ -72,8 +71,8 @@ class ContrastiveConfig(JobConfig):
 
     def conflicts(self) -> Iterator[Conflict]:
         """Yield every pair of settings that cannot stand together, with what mends it."""
-        yield from _length_conflicts(self.optim)
-        yield from _engine_conflicts(self.engine)
+        yield from length_conflicts(self.optim)
+        yield from engine_conflicts(self.engine)
         yield from _evaluation_conflicts(self)
         if self.lora.vision and not self.lora.enabled:
             yield Conflict(
@@ -88,75 +87,7 @@ class ContrastiveConfig(JobConfig):
                 got=f"loss.temperature {temperature}, and a learnable one stays within 0.01 to 1",
                 remedy="start it within 0.01 to 1, or set loss.learnable_temperature false",
             )
-        yield from _resume_conflicts(self.checkpoint.resume)
-
-
-def _length_conflicts(optim: OptimConfig) -> Iterator[Conflict]:
-    both = ("optim.max_steps", "optim.num_epochs")
-    if optim.max_steps is None and optim.num_epochs is None:
-        yield Conflict(
-            both,
-            got="neither optim.max_steps nor optim.num_epochs",
-            remedy="say how long to train: --optim.max_steps N or --optim.num_epochs X",
-        )
-    if optim.max_steps is not None and optim.num_epochs is not None:
-        yield Conflict(
-            both,
-            got=f"optim.max_steps {optim.max_steps} and optim.num_epochs {optim.num_epochs}",
-            remedy="give one of them and set the other to null",
-        )
-    warmup, steps = optim.warmup_steps, optim.max_steps
-    if warmup is not None and steps is not None and warmup >= steps:
-        yield Conflict(
-            ("optim.warmup_steps", "optim.max_steps"),
-            got=f"optim.warmup_steps {warmup} with optim.max_steps {steps}",
-            remedy="warm up for fewer steps than are trained",
-        )
-
-
-def _engine_conflicts(engine: EngineConfig) -> Iterator[Conflict]:
-    if engine.params == "sharded" and engine.name not in ("zero3", "fsdp2"):
-        yield Conflict(
-            ("engine.params", "engine.name"),
-            got=f"engine.params sharded on {engine.name}, which keeps whole parameters",
-            remedy="set engine.name to zero3 or fsdp2, or engine.params to auto",
-        )
-    if engine.offload_optimizer:
-        if engine.name in ("ddp", "zero0"):
-            yield Conflict(
-                ("engine.offload_optimizer", "engine.name"),
-                got=f"engine.offload_optimizer on {engine.name}, which does not shard its state",
-                remedy="set engine.name to zero1, zero2, zero3 or fsdp2",
-            )
-        if engine.name == "fsdp2" and engine.device == "cpu":
-            yield Conflict(
-                ("engine.offload_optimizer", "engine.name", "engine.device"),
-                got="engine.offload_optimizer on fsdp2 with engine.device cpu",
-                remedy="leave it off (the state lies in CPU memory as it is), or use zero1 to 3",
-            )
-    if engine.deepspeed is None:
-        return
-    file = read_deepspeed_file(Path(engine.deepspeed))
-    if not engine.name.startswith("zero"):
-        yield Conflict(
-            ("engine.name", "engine.deepspeed"),
-            got=f"engine.name {engine.name} with engine.deepspeed {engine.deepspeed}",
-            remedy="set engine.name to one of zero0 to zero3, or engine.deepspeed to null",
-        )
-    elif file.stage is not None and engine.name != f"zero{file.stage}":
-        yield Conflict(
-            ("engine.name", "engine.deepspeed"),
-            got=f"engine.name {engine.name} with {engine.deepspeed}, a file of stage {file.stage}",
-            remedy=f"set engine.name to zero{file.stage}, or give another file or none",
-        )
-    if file.offload_optimizer not in (None, engine.offload_optimizer):
-        says = "with" if file.offload_optimizer else "without"
-        yield Conflict(
-            ("engine.offload_optimizer", "engine.deepspeed"),
-            got=f"engine.offload_optimizer {str(engine.offload_optimizer).lower()} with "
-            f"{engine.deepspeed}, a file {says} it",
-            remedy="leave engine.offload_optimizer to the file, or give another file",
-        )
+        yield from resume_conflicts(self.checkpoint.resume)
 
 
 def _evaluation_conflicts(config: ContrastiveConfig) -> Iterator[Conflict]:
@@ -196,15 +127,4 @@ def _evaluation_conflicts(config: ContrastiveConfig) -> Iterator[Conflict]:
             ("checkpoint.best_metric", "data.eval"),
             got=f"checkpoint.best_metric {metric} without data.eval",
             remedy="name held-out rows in data.eval, or leave checkpoint.best_metric out",
-        )
-
-
-def _resume_conflicts(resume: str) -> Iterator[Conflict]:
-    # Only a slip of the pen is caught here: a run's config.yaml must load after its checkpoints are
-    # gone, and a folder that is named but missing is reported by what reads checkpoints.
-    if resume not in ("auto", "never") and "/" not in resume and not Path(resume).exists():
-        yield Conflict(
-            ("checkpoint.resume",),
-            got=f"checkpoint.resume {resume!r}, and there is no such folder",
-            remedy="auto, never, or the folder of a checkpoint",
         )

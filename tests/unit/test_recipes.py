@@ -6,6 +6,7 @@ import pytest
 
 from pixelrag.config.base import dump, load
 from pixelrag.config.contrastive import ContrastiveConfig
+from pixelrag.config.distill import DistillConfig
 from pixelrag.config.yaml_file import read_yaml
 
 ROOT = Path(__file__).parents[2]
@@ -21,9 +22,12 @@ def test_there_are_some():
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_is_a_whole_configuration(path: Path):
-    config, _ = load(ContrastiveConfig, ["--config", str(path)])
+    given = read_yaml(path).values
+    config, _ = load(
+        DistillConfig if "student" in given else ContrastiveConfig, ["--config", str(path)]
+    )
     # What a recipe sets is what the job gets: nothing is shadowed or lost on the way.
-    for name, values in read_yaml(path).values.items():
+    for name, values in given.items():
         got = getattr(config, name)
         for leaf, value in values.items() if isinstance(values, dict) else ():
             expected = [value] if name == "data" and leaf in ("train", "eval") else value
@@ -31,7 +35,9 @@ def test_a_recipe_is_a_whole_configuration(path: Path):
         if not isinstance(values, dict):
             assert got == values
     assert config.output_dir.startswith("runs/")
-    assert not config.model.trust_remote_code
+    models = [getattr(config, n) for n in ("model", "student", "teacher") if hasattr(config, n)]
+    assert models
+    assert not any(model.trust_remote_code for model in models)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -11,11 +11,11 @@ import torch
 from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pixelrag.errors import ModelError
+from pixelrag.models.blocks import checkpoint_blocks, transformer_blocks
 from pixelrag.models.pooling import PoolingMode, unit_embeddings
-from pixelrag.models.precision import keep_float64, recompute_contexts
+from pixelrag.models.precision import keep_float64
 from pixelrag.models.vision_touch import VisionTouch
 
 
@@ -112,19 +112,7 @@ class Embedder(nn.Module):
     def blocks(self) -> list[nn.Module]:
         """The units to shard or checkpoint, outermost, in the order of the forward pass:
         vision blocks, then transformer layers."""
-        model = self.base_model
-        blocks: list[nn.Module] = []
-        inside: set[int] = set()
-        for module in model.modules():
-            if isinstance(module, GradientCheckpointingLayer) and id(module) not in inside:
-                blocks.append(module)
-                inside.update(id(child) for child in module.modules())
-        if not blocks:
-            # Older architectures: the layers are the longest list of equal modules.
-            lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
-            alike = [m for m in lists if len({type(child) for child in m}) == 1]
-            blocks = list(max(alike, key=len, default=[]))
-        return blocks
+        return transformer_blocks(self.base_model)
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute each block in the backward pass (non-reentrant, dropout replayed).
@@ -132,18 +120,7 @@ class Embedder(nn.Module):
         Raises:
             ModelError: the architecture does not support it.
         """
-        model = self.base_model
-        if not model.supports_gradient_checkpointing:
-            raise ModelError(
-                f"model.gradient_checkpointing: {type(model).__name__} does not support it; "
-                "set it false"
-            )
-        options: dict[str, Any] = {"use_reentrant": False}
-        if self._dtype() == torch.float64:
-            options["context_fn"] = recompute_contexts
-        model.activation_checkpointing_enable(options)
-        # Only reentrant checkpointing needs inputs that require gradients.
-        model.disable_input_require_grads()
+        checkpoint_blocks(self.base_model, self._dtype(), "model.gradient_checkpointing")
 
     def _dtype(self) -> torch.dtype:
         return next(self.backbone.parameters()).dtype

@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,14 @@ class ModelSource:
     Attributes:
         name: the user's spelling; goes into exported files, since it holds on other machines too.
         location: a folder's path, or a Hugging Face name.
+        setting: configuration path that named it, for messages.
+        gguf_file: name of the GGUF file that holds the whole model, or None.
     """
 
     name: str
     location: str
+    setting: str = "model.name_or_path"
+    gguf_file: str | None = None
 
     def file(self, filename: str) -> Path | None:
         """The path of a file of the model (downloaded if need be), or None if it has no such."""
@@ -55,7 +59,7 @@ class ModelSource:
                 self.location, filename, _raise_exceptions_for_missing_entries=False
             )
         except OSError as error:
-            raise not_found(self.name, error) from error
+            raise not_found(self, error) from error
         return None if found is None else Path(found)
 
     def json(self, filename: str) -> Any:
@@ -73,36 +77,56 @@ class ModelSource:
             raise ModelError(f"{self.name}: {filename} is not JSON: {error}") from error
 
 
-def resolve_source(name: str) -> ModelSource:
-    """Turn `model.name_or_path` into a place.
+def resolve_source(
+    name: str, *, setting: str = "model.name_or_path", gguf_file: str | None = None
+) -> ModelSource:
+    """Turn `model.name_or_path` (or another `setting`) into a place.
 
     `package:NAME/FOLDER` is a folder inside an installed Python package, found without running
-    any of the package's code. Anything else is a folder, or else a Hugging Face name.
+    any of the package's code. Anything else is a folder, or else a Hugging Face name. A name that
+    ends in `.gguf` is the folder (or name) before its last part, with that part as `gguf_file`.
 
     Raises:
         ModelError: the package is not installed or lacks the folder; or the name can only be a
-            path and no folder is there.
+            path and no folder is there; or the folder lacks the GGUF file.
     """
+    if gguf_file is None and name.endswith(".gguf"):
+        folder, _, gguf_file = name.rpartition("/")
+        source = resolve_source(folder or ".", setting=setting, gguf_file=gguf_file)
+        return replace(source, name=name)
     if name.startswith(_PACKAGE):
-        return ModelSource(name, str(_package_folder(name)))
+        source = ModelSource(name, str(_package_folder(name, setting)), setting, gguf_file)
+    else:
+        source = _folder_or_hub_name(name, setting, gguf_file)
+    folder = Path(source.location)
+    if gguf_file is not None and folder.is_dir() and not (folder / gguf_file).is_file():
+        there = sorted(path.name for path in folder.glob("*.gguf"))
+        raise ModelError(
+            f"{setting} {name!r} has no GGUF file {gguf_file!r}; there are "
+            f"{', '.join(there) or 'none'}"
+        )
+    return source
+
+
+def _folder_or_hub_name(name: str, setting: str, gguf_file: str | None) -> ModelSource:
     path = Path(name).expanduser()
     if path.is_dir():
-        return ModelSource(name, str(path))
+        return ModelSource(name, str(path), setting, gguf_file)
     if path.exists():
-        raise ModelError(f"model.name_or_path {name!r} is a file; expected a model's folder")
+        raise ModelError(f"{setting} {name!r} is a file; expected a model's folder")
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or not name.strip():
         raise ModelError(
-            f"model.name_or_path {name!r}: there is no such folder. Give a folder, a Hugging Face "
+            f"{setting} {name!r}: there is no such folder. Give a folder, a Hugging Face "
             "name (owner/model) or package:NAME/FOLDER"
         )
-    return ModelSource(name, name)
+    return ModelSource(name, name, setting, gguf_file)
 
 
-def not_found(name: str, error: Exception) -> ModelError:
+def not_found(source: ModelSource, error: Exception) -> ModelError:
     """The error for a model that neither this machine nor the Hub yields."""
     reason = str(error).strip().splitlines() or [type(error).__name__]
     return ModelError(
-        f"model.name_or_path {name!r} is no folder here and could not be fetched from Hugging "
+        f"{source.setting} {source.name!r} is no folder here and could not be fetched from Hugging "
         f"Face: {reason[0]} Give a folder, or check the name, the network and your access rights"
     )
 
@@ -116,25 +140,25 @@ def as_model_error(source: ModelSource) -> Iterator[None]:
         raise
     except Exception as error:
         if not Path(source.location).is_dir() and isinstance(error, OSError):
-            raise not_found(source.name, error) from error
+            raise not_found(source, error) from error
         reason = (str(error).strip().splitlines() or [""])[0] or type(error).__name__
         raise ModelError(f"{source.name} ({source.location}) does not load: {reason}") from error
 
 
-def _package_folder(name: str) -> Path:
+def _package_folder(name: str, setting: str) -> Path:
     package, _, inside = name.removeprefix(_PACKAGE).partition("/")
     # A dotted name would make find_spec import the parent package.
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
         raise ModelError(
-            f"model.name_or_path {name!r}: no Python package {package!r} is installed here; "
+            f"{setting} {name!r}: no Python package {package!r} is installed here; "
             f"pip install {package.replace('_', '-')}, or give a folder"
         )
     roots = [Path(location) for location in spec.submodule_search_locations]
     for root in roots:
         if (root / inside).is_dir():
             return root / inside
-    raise ModelError(f"model.name_or_path {name!r}: package {package} has no folder {inside!r}")
+    raise ModelError(f"{setting} {name!r}: package {package} has no folder {inside!r}")
 
 
 def saved_settings(source: ModelSource) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -13,14 +14,13 @@ from typing import Any
 import torch
 
 from pixelrag.config.contrastive import ContrastiveConfig
-from pixelrag.data.images import image_progress_bar
-from pixelrag.data.pairs import DataReport, PairDataset, check_files, load_corpus
+from pixelrag.data.pairs import PairDataset
 from pixelrag.data.sampler import GlobalBatchSampler
 from pixelrag.distributed.collectives import from_main
 from pixelrag.distributed.env import World, process_group, read_ranks
 from pixelrag.distributed.together import together
 from pixelrag.engine import Engine, build_engine
-from pixelrag.errors import CheckpointError
+from pixelrag.errors import CheckpointError, PixelragError
 from pixelrag.evaluate.pairs import PairEvaluator
 from pixelrag.export.hf import export_embedder
 from pixelrag.gradcache import gradcache_step, split_batch
@@ -29,6 +29,7 @@ from pixelrag.models import Preprocessor, load_embedder
 from pixelrag.models.biencoder import BiEncoder
 from pixelrag.train.batches import PairBatch, load_batches
 from pixelrag.train.checkpoint import resolve_resume
+from pixelrag.train.inputs import HeldOut, open_dataset, open_held_out, require_text
 from pixelrag.train.loop import Loop, is_finished
 from pixelrag.train.optimizer import adamw
 from pixelrag.train.run_state import load_optimizer, load_parameters, read_state
@@ -56,7 +57,8 @@ def train(config: ContrastiveConfig, world: World) -> dict[str, Any]:
     """Run the job inside an existing process group; a collective. Returns the run's summary."""
     output = Path(config.output_dir)
     checkpoint = from_main(lambda: _checkpoint_of(config))
-    dataset = open_dataset(config, config.data.train, world)
+    dataset = open_dataset(config, config.data.train)
+    held_out = open_held_out(config)
     with together():
         sampler = GlobalBatchSampler(
             len(dataset),
@@ -78,7 +80,7 @@ def train(config: ContrastiveConfig, world: World) -> dict[str, Any]:
             logger.info("%s has all %d steps; nothing to do", checkpoint, total_steps)
             return {"step": state.step}
         logger.info("resuming from %s, step %d of %d", checkpoint, state.step, total_steps)
-    task = ContrastiveTask(config, world, dataset, sampler, checkpoint)
+    task = ContrastiveTask(config, world, dataset, held_out, sampler, checkpoint)
     _say_arithmetic(config, world, len(dataset), total_steps)
     return Loop(task, config, world, total_steps, state).run()
 
@@ -110,6 +112,7 @@ class ContrastiveTask:
         config: the job's configuration.
         world: this process's place.
         dataset: training rows.
+        held_out: rows to evaluate on, or None.
         sampler: names this rank's rows of each global batch.
         checkpoint: a folder to take parameters and optimizer state from, or None.
     """
@@ -119,6 +122,7 @@ class ContrastiveTask:
         config: ContrastiveConfig,
         world: World,
         dataset: PairDataset,
+        held_out: HeldOut | None,
         sampler: GlobalBatchSampler,
         checkpoint: Path | None,
     ) -> None:
@@ -127,7 +131,10 @@ class ContrastiveTask:
         self._data = dataset.report.fingerprint
         self._container, self._preprocessor = build_biencoder(config)
         self._embedder = self._container.encoder
-        self._evaluator = build_evaluator(config, world, self._preprocessor)
+        if not self._preprocessor.has_vision:
+            with together():
+                require_text(dataset)
+        self._evaluator = evaluator_of(config, held_out, self._preprocessor)
         if checkpoint is not None:
             with together():
                 load_parameters(checkpoint, self._container)
@@ -201,15 +208,32 @@ class ContrastiveTask:
         def write() -> None:
             scale = scale_from_log(full["logit_scale.log_scale"]) if self._learns else None
             temperature = self._config.loss.temperature if scale is None else 1.0 / float(scale)
-            export_embedder(
-                self._embedder, self._preprocessor, encoder, folder, temperature=temperature
-            )
+            with _worded_disk_errors(folder):
+                export_embedder(
+                    self._embedder, self._preprocessor, encoder, folder, temperature=temperature
+                )
 
         from_main(write)
 
     @property
     def _learns(self) -> bool:
         return self._config.loss.learnable_temperature
+
+
+@contextlib.contextmanager
+def _worded_disk_errors(folder: Path) -> Iterator[None]:
+    """safetensors and tokenizers tell the operating system's errors in words alone."""
+    try:
+        yield
+    except PixelragError:
+        raise
+    except Exception as error:
+        if "(os error " not in str(error):
+            raise
+        raise CheckpointError(
+            f"{folder}: cannot be written: {error}. Free space, and go on with "
+            "`--checkpoint.resume auto`"
+        ) from error
 
 
 def build_biencoder(config: ContrastiveConfig) -> tuple[BiEncoder, Preprocessor]:
@@ -250,33 +274,26 @@ def engine_for(config: ContrastiveConfig, world: World, container: BiEncoder) ->
 def build_evaluator(
     config: ContrastiveConfig, world: World, preprocessor: Preprocessor
 ) -> PairEvaluator | None:
-    """Open the held-out rows; None where the configuration names none."""
-    if not config.data.eval:
+    """Open the held-out rows; None where the configuration names none. A collective."""
+    return evaluator_of(config, open_held_out(config), preprocessor)
+
+
+def evaluator_of(
+    config: ContrastiveConfig, held_out: HeldOut | None, preprocessor: Preprocessor
+) -> PairEvaluator | None:
+    """Join held-out rows and a model's preprocessor; a collective."""
+    if held_out is None:
         return None
-    rows = open_dataset(config, config.data.eval, world).rows
-    path = config.eval.corpus
-    corpus = from_main(lambda: load_corpus(path)) if path else None
     with together():
+        if not preprocessor.has_vision:
+            require_text(held_out.rows)
         return PairEvaluator(
-            rows[: config.eval.max_rows],
+            held_out.rows,
             preprocessor,
-            corpus=corpus,
+            corpus=held_out.corpus,
             batch_size=config.eval.batch_size,
             retrieval=config.eval.retrieval,
         )
-
-
-def open_dataset(config: ContrastiveConfig, paths: list[str], world: World) -> PairDataset:
-    """Check files and images on rank 0, open them on every rank; a collective."""
-    cap = config.data.num_hard_negatives
-
-    def check() -> str:
-        with image_progress_bar(f"Opening images of {', '.join(paths)}") as progress:
-            return check_files(paths, progress, num_hard_negatives=cap).to_json()
-
-    report = DataReport.from_json(from_main(check))
-    with together():
-        return PairDataset(paths, config.data.bad_rows, cap, report=report)
 
 
 def num_steps(config: ContrastiveConfig, sampler: GlobalBatchSampler) -> int:

@@ -1,0 +1,68 @@
+"""What a contrastive job reads: its rows, what is held out, and whether the model can read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pixelrag.config.contrastive import ContrastiveConfig
+from pixelrag.data.images import image_progress_bar
+from pixelrag.data.pairs import DataReport, PairDataset, check_files, load_corpus
+from pixelrag.data.schema import Document, PairRow
+from pixelrag.distributed.collectives import from_main
+from pixelrag.distributed.together import together
+from pixelrag.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """Rows to evaluate on, and the corpus to search (None = all documents of the rows)."""
+
+    rows: list[PairRow]
+    corpus: list[Document] | None
+
+
+def open_dataset(config: ContrastiveConfig, paths: list[str]) -> PairDataset:
+    """Check files and images on rank 0, open them on every rank; a collective.
+
+    Raises:
+        DataError: a file or a row cannot be used; on all ranks.
+    """
+    cap = config.data.num_hard_negatives
+
+    def check() -> str:
+        with image_progress_bar(f"Opening images of {', '.join(paths)}") as progress:
+            return check_files(paths, progress, num_hard_negatives=cap).to_json()
+
+    report = DataReport.from_json(from_main(check))
+    with together():
+        return PairDataset(paths, config.data.bad_rows, cap, report=report)
+
+
+def open_held_out(config: ContrastiveConfig) -> HeldOut | None:
+    """Open ``data.eval`` and ``eval.corpus``; None where the first names no file. A collective.
+
+    Raises:
+        DataError: as ``open_dataset``; or an entry of the corpus cannot be used.
+    """
+    if not config.data.eval:
+        return None
+    rows = open_dataset(config, config.data.eval).rows[: config.eval.max_rows]
+    path = config.eval.corpus
+    return HeldOut(rows, from_main(lambda: load_corpus(path)) if path else None)
+
+
+def require_text(rows: Iterable[PairRow]) -> None:
+    """Refuse rows with images, before a text model meets the first of them hours later.
+
+    Raises:
+        DataError: names the first.
+    """
+    for row in rows:
+        for document in (row.positive, *row.negatives):
+            if document.image is not None:
+                raise DataError(
+                    f"{row.sample_id}: document {document.image} is an image, but the model reads "
+                    "text only; name a vision model such as Qwen/Qwen3-VL-Embedding-2B in "
+                    "model.name_or_path"
+                )

@@ -17,7 +17,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 @pytest.fixture(scope="session")
 def shelf() -> Iterator[Path]:
-    """A folder that every user may read (pytest's own are private), with models and data.
+    """A folder with models and data.
 
     `bert`, `bert_dropout`, `qwen3_vl`: models. `train.jsonl` (26 rows), `eval.jsonl` (9),
     `mixed.jsonl` (13 rows with texts and pictures), `mixed_eval.jsonl` (7).
@@ -25,7 +25,6 @@ def shelf() -> Iterator[Path]:
     from pixelrag.models.tiny import save_tiny_bert, save_tiny_qwen3_vl
 
     folder = Path(tempfile.mkdtemp(prefix="pixelrag-shelf-"))
-    folder.chmod(0o755)
     try:
         texts = [text for row in text_rows(60) for text in (row["query"], row["passage"])]
         save_tiny_bert(folder / "bert", texts=texts, vocab_size=300)

@@ -86,7 +86,8 @@ def infinite_weight(payload: dict[str, Any]) -> None:
 
     @torch.no_grad()
     def spoil(task: Any) -> None:
-        next(iter(task.engine.module.parameters())).view(-1)[0] = float("inf")
+        weights = [p for n, p in task.engine.named_trainable() if n.endswith("dense.weight")]
+        weights[-1].view(-1)[0] = float("inf")
 
     if _rank() == payload["rank"]:
         _at_batch(payload["batch"], spoil)
@@ -155,3 +156,28 @@ def broken_code(payload: dict[str, Any]) -> None:
 
     if _rank() == payload["rank"]:
         _before(Task, "next_batch", fail)
+
+
+def embed_at_the_end(payload: dict[str, Any]) -> None:
+    """No fault: before `last/` is written, the engine's own embeddings go to `file` (rank 0)."""
+    import numpy as np
+
+    from pixelrag.data.schema import Document
+    from pixelrag.retrieval.encode import encode
+
+    def embed(job: Any, *_: Any) -> None:
+        task = job._task
+        documents = [
+            Document.of_image(d["image"]) if "image" in d else Document.of_text(d["text"])
+            for d in payload["documents"]
+        ]
+        prepare = task._preprocessor.queries, task._preprocessor.documents
+        items = {"query": payload["queries"], "document": documents}
+        found = {
+            role: encode(task.engine, role, rows, act, batch_size=2, length=lambda _: 0).numpy()
+            for (role, rows), act in zip(items.items(), prepare, strict=True)
+        }
+        if _rank() == 0:
+            np.savez(payload["file"], **found)
+
+    _before(loop.Loop, "_finish", embed)

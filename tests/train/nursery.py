@@ -8,6 +8,7 @@ process of its own, with its own process group, signals, output and exit code, a
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import multiprocessing
 import os
@@ -125,7 +126,7 @@ def start(
     launcher: bool | None = None,
     setup: str | None = None,
     payload: Any = None,
-    uid: int | None = None,
+    powerless: bool = False,
     max_file_bytes: int | None = None,
 ) -> Job:
     """Start `pixelrag ARGUMENTS` on `nproc` processes.
@@ -136,7 +137,7 @@ def start(
         launcher: set the variables that launchers set; None = with several processes.
         setup: `module:function`, called with `payload` in each process first; injects faults.
         payload: see `setup`.
-        uid: user to become (needs root).
+        powerless: give up root's right to ignore file permissions.
         max_file_bytes: RLIMIT_FSIZE: the largest file that a process may write.
     """
     start_server()
@@ -157,11 +158,9 @@ def start(
             }
         files.append(folder / f"output{rank}.txt")
         files[-1].touch()
-        options = (variables, str(files[-1]), setup, payload, uid, max_file_bytes)
+        options = (variables, str(files[-1]), setup, payload, powerless, max_file_bytes)
         workers.append(context.Process(target=_child, args=(list(arguments), *options)))
         workers[-1].start()
-    if uid is not None:
-        folder.chmod(0o777)
     return Job(workers, files)
 
 
@@ -170,7 +169,7 @@ def run(arguments: Sequence[str], *, timeout: float = _TIMEOUT, **options: Any) 
     return start(arguments, **options).wait(timeout)
 
 
-def _child(arguments, variables, output, setup, payload, uid, max_file_bytes) -> None:
+def _child(arguments, variables, output, setup, payload, powerless, max_file_bytes) -> None:
     target = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(target, 1)
     os.dup2(target, 2)
@@ -182,10 +181,8 @@ def _child(arguments, variables, output, setup, payload, uid, max_file_bytes) ->
     multiprocessing.set_start_method("fork", force=True)
     code = 1
     try:
-        if uid is not None:
-            os.setgroups([])
-            os.setgid(uid)
-            os.setuid(uid)
+        if powerless:
+            _drop_capabilities()
         if max_file_bytes is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
         if setup is not None:
@@ -201,3 +198,10 @@ def _child(arguments, variables, output, setup, payload, uid, max_file_bytes) ->
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code if isinstance(code, int) else 1)
+
+
+def _drop_capabilities() -> None:
+    """Stay who we are, root perhaps, but without any capability: capset(2) with empty sets."""
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3, this process
+    if ctypes.CDLL(None, use_errno=True).capset(header, (ctypes.c_uint32 * 6)()) != 0:
+        raise OSError(ctypes.get_errno(), "capset")

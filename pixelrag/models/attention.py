@@ -10,6 +10,7 @@ the call are the only source of isolation.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from typing import Any
 
@@ -19,10 +20,15 @@ from torch import nn
 from transformers import AttentionInterface
 
 from pixelrag.errors import ModelError
+from pixelrag.models.kernels import pick_attention
+
+logger = logging.getLogger("pixelrag")
 
 VARLEN = "pixelrag_varlen"
 """Its name among transformers' attention implementations."""
 
+# Kinds of layers whose attention is causal over the document, within a window or not.
+_PLAIN_LAYERS = {"full_attention", "sliding_attention"}
 # Arguments of other implementations that would change the result if they were left out.
 _UNKNOWN = ("s_aux", "sinks", "position_bias", "head_mask", "alibi", "attention_bias")
 
@@ -31,6 +37,65 @@ def register() -> str:
     """Make it known to transformers; returns its name. May be called again."""
     AttentionInterface.register(VARLEN, document_attention)
     return VARLEN
+
+
+def choose_causal_attention(
+    requested: str,
+    model_class: type | None,
+    config: Any,
+    *,
+    half_precision: bool,
+    cuda: bool,
+    setting: str = "student",
+    flash_attn: bool | None = None,
+) -> str:
+    """Pick the attention implementation of a causal model, and say so in one log line.
+
+    `auto` takes flash_attention_2 where it runs, else varlen where the architecture's attention is
+    causal and goes through transformers' attention interface, else sdpa or eager.
+
+    Args:
+        requested: what the configuration says.
+        model_class: the transformers class; None when unknown (remote code).
+        config: the model's configuration.
+        half_precision: the model computes in bf16.
+        cuda: it runs on CUDA.
+        setting: configuration section, for messages.
+        flash_attn: whether the package is there; None = look.
+
+    Raises:
+        ModelError: an explicit request that cannot be met.
+    """
+    obstacle = _varlen_obstacle(model_class, config)
+    if requested == "varlen":
+        if obstacle is not None:
+            raise ModelError(
+                f"{setting}.attention varlen: {obstacle}. Set {setting}.attention to auto"
+            )
+        logger.info("%s attention: %s (as configured)", setting, VARLEN)
+        return register()
+    chosen, why = pick_attention(
+        requested, model_class, half_precision=half_precision, cuda=cuda, flash_attn=flash_attn,
+        setting=f"{setting}.attention",
+    )  # fmt: skip
+    if requested == "auto" and chosen != "flash_attention_2":
+        if obstacle is None:
+            chosen, why = register(), f"{why}; document by document"
+        elif getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
+            chosen = "eager"  # sdpa would leave the cap out
+    logger.info("%s attention: %s (%s)", setting, chosen, why)
+    return chosen
+
+
+def _varlen_obstacle(model_class: type | None, config: Any) -> str | None:
+    if not getattr(model_class, "_supports_attention_backend", False):
+        name = "a model of remote code" if model_class is None else model_class.__name__
+        return f"{name} does not go through transformers' attention interface"
+    text = config.get_text_config()
+    other = set(getattr(text, "layer_types", None) or ()) - _PLAIN_LAYERS
+    if other or getattr(text, "attention_chunk_size", None):
+        return f"its layers are of the kind {min(other, default='chunked_attention')}"
+    return None
 
 
 @torch.compiler.disable

@@ -19,6 +19,7 @@ def choose_attention(
     half_precision: bool,
     cuda: bool | None = None,
     flash_attn: bool | None = None,
+    setting: str = "model.attention",
 ) -> str:
     """Pick the implementation and say so in one log line.
 
@@ -31,10 +32,33 @@ def choose_attention(
         model_class: the transformers class; None when unknown (remote code), then not consulted.
         half_precision: the model computes in bf16.
         cuda, flash_attn: what this machine has; None = look.
+        setting: the option that asks, for messages.
 
     Raises:
         ModelError: an explicit request that cannot be met.
     """
+    chosen, why = pick_attention(
+        requested,
+        model_class,
+        half_precision=half_precision,
+        cuda=cuda,
+        flash_attn=flash_attn,
+        setting=setting,
+    )
+    logger.info("attention: %s (%s)", chosen, why)
+    return chosen
+
+
+def pick_attention(
+    requested: str,
+    model_class: type | None,
+    *,
+    half_precision: bool,
+    cuda: bool | None,
+    flash_attn: bool | None,
+    setting: str,
+) -> tuple[str, str]:
+    """`choose_attention` without the log line: the implementation, and why."""
     cuda = torch.cuda.is_available() if cuda is None else cuda
     if flash_attn is None:
         flash_attn = importlib.util.find_spec("flash_attn") is not None
@@ -51,20 +75,19 @@ def choose_attention(
 
     if requested == "auto":
         chosen = "flash_attention_2" if not obstacles else "eager" if no_sdpa else "sdpa"
-        why = "model.attention auto"
+        why = f"{setting} auto"
         if obstacles:
             why += f"; not flash_attention_2: {obstacles[0]}"
     else:
         chosen, why = requested, "as configured"
         if requested == "flash_attention_2" and obstacles:
             raise ModelError(
-                f"model.attention flash_attention_2 cannot run: {'; '.join(obstacles)}. "
-                "Mend that, or set model.attention to auto"
+                f"{setting} flash_attention_2 cannot run: {'; '.join(obstacles)}. "
+                f"Mend that, or set {setting} to auto"
             )
         if requested == "sdpa" and no_sdpa:
             raise ModelError(
-                f"model.attention sdpa: {model_class.__name__} does not support it. "
-                "Set model.attention to eager or auto"
+                f"{setting} sdpa: {model_class.__name__} does not support it. "
+                f"Set {setting} to eager or auto"
             )
-    logger.info("attention: %s (%s)", chosen, why)
-    return chosen
+    return chosen, why

@@ -114,7 +114,7 @@ def _load_model(
                 output_loading_info=True,
                 **options,
             )
-        _check_weights(info, base)
+        check_weights(info, base, "model.random_init")
     for section in (model.config, model.config.get_text_config()):
         section.use_cache = False
     return model
@@ -160,14 +160,24 @@ def _check_kind(config: Any, base: ModelSource) -> None:
         )
 
 
-def _check_weights(info: dict[str, Any], base: ModelSource) -> None:
+def check_weights(info: dict[str, Any], base: ModelSource, setting: str) -> None:
+    """Refuse a checkpoint that leaves weights at random.
+
+    Args:
+        info: what `from_pretrained(output_loading_info=True)` returned.
+        base: the checkpoint.
+        setting: the option that would ask for random weights.
+
+    Raises:
+        ModelError: weights are missing.
+    """
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(
             f"{base.name}: {len(missing)} weights that the architecture needs are not in the "
             f"checkpoint and would start at random, first {', '.join(missing[:3])}. Keys it has "
             f"instead: {', '.join(sorted(info['unexpected_keys'])[:3]) or 'none'}. Give the "
-            "complete checkpoint, or set model.random_init true to train from scratch"
+            f"complete checkpoint, or set {setting} true to train from scratch"
         )
 
 

@@ -90,15 +90,21 @@ def target_pattern(backbone: nn.Module, config: LoraConfig, *, has_vision: bool)
 
 
 def apply_lora(
-    backbone: nn.Module, config: LoraConfig, *, has_vision: bool, base_name: str
+    backbone: nn.Module,
+    config: LoraConfig,
+    *,
+    has_vision: bool,
+    base_name: str,
+    task_type: TaskType = TaskType.FEATURE_EXTRACTION,
 ) -> PeftModel:
     """Freeze `backbone` and put adapters into it; they are fp32 and start as the identity.
 
     Args:
         base_name: how the adapter's files name the model they belong to.
+        task_type: PEFT's word for what the model does.
     """
     peft_config = PeftLoraConfig(
-        task_type=TaskType.FEATURE_EXTRACTION,
+        task_type=task_type,
         r=config.r,
         lora_alpha=config.alpha,
         lora_dropout=config.dropout,

@@ -1,0 +1,127 @@
+"""The command under each launcher, started from nothing as a person starts it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.train.material import command, lines_of, merged, series
+from tests.train.nursery import ENVIRONMENT
+
+pytestmark = pytest.mark.distributed
+
+TORCHRUN = [
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc_per_node",
+    "2",
+    "-m",
+    "pixelrag",
+]
+DEEPSPEED = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "2"]
+
+
+@pytest.fixture
+def environment() -> dict[str, str]:
+    """What a shell has, and the code under test; nothing of a launcher."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
+    kept = {k: v for k, v in os.environ.items() if k not in names}
+    ours = {k: v for k, v in ENVIRONMENT.items() if k != "DS_ACCELERATOR"}
+    path = f"{Path(sys.executable).parent}:{kept['PATH']}"
+    return kept | ours | {"PATH": path}
+
+
+@pytest.fixture
+def settings(base, tmp_path, shelf):
+    """Two held-out evaluations; four rows a rank."""
+    return merged(
+        base,
+        {
+            "output_dir": str(tmp_path / "run"),
+            "data": {"eval": str(shelf / "eval.jsonl")},
+            "batch": {"per_device_batch_size": 4},
+        },
+    )
+
+
+@pytest.fixture(scope="session")
+def expected(base, shelf, tmp_path_factory):
+    """The losses of the same global batches in one process."""
+    from tests.train import nursery
+
+    folder = tmp_path_factory.mktemp("alone")
+    config = merged(base, {"output_dir": str(folder / "run")})
+    nursery.run(command(folder, config)).check()
+    return series(folder / "run", "train/loss")
+
+
+def _run(arguments: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        arguments, env=environment, capture_output=True, text=True, timeout=150, check=False
+    )
+
+
+@pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
+def test_no_launcher(settings, expected, environment, tmp_path, engine):
+    settings = merged(settings, {"batch": {"per_device_batch_size": 8}})
+    arguments = [sys.executable, "-m", "pixelrag", *command(tmp_path, settings)]
+    ended = _run([*arguments, "--engine.name", engine], environment)
+    assert ended.returncode == 0, ended.stderr
+    assert series(tmp_path / "run", "train/loss") == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("engine", ["zero2", "fsdp2"])
+def test_torchrun(settings, expected, environment, tmp_path, engine):
+    arguments = [sys.executable, *TORCHRUN, *command(tmp_path, settings), "--engine.name", engine]
+    ended = _run(arguments, environment)
+    assert ended.returncode == 0, ended.stderr
+    assert series(tmp_path / "run", "train/loss") == pytest.approx(expected, rel=1e-5)
+    assert ended.stderr.count("step 4/4  loss") == 1
+    assert ended.stderr.count("saved ") == 1
+
+
+def test_deepspeed_launcher(settings, expected, environment, tmp_path):
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
+    arguments = [*DEEPSPEED, "--module", "pixelrag", *command(tmp_path, settings)]
+    ended = _run([*arguments, "--deepspeed", str(tmp_path / "ds.json")], environment)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert series(tmp_path / "run", "train/loss") == pytest.approx(expected, rel=1e-5)
+    output = ended.stdout + ended.stderr
+    assert "engine zero1" in output
+    assert output.count("step 4/4  loss") == 1
+
+
+def test_torchrun_passes_sigterm_on(settings, environment, tmp_path):
+    """A preempted job saves, leaves in peace, and goes on when it is started again."""
+    long = merged(
+        settings, {"optim": {"max_steps": 100_000, "warmup_steps": 5}, "data": {"eval": []}}
+    )
+    arguments = [sys.executable, *TORCHRUN, *command(tmp_path, long)]
+    with subprocess.Popen(
+        arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        deadline = time.monotonic() + 100
+        while not (metrics.exists() and metrics.stat().st_size > 0):
+            assert time.monotonic() < deadline
+            assert process.poll() is None, process.stdout.read()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+    assert "SIGTERM; resume with auto" in output
+    assert (tmp_path / "run" / "PREEMPTED").exists()
+    step = lines_of(tmp_path / "run")[-1]["step"]
+    assert (tmp_path / "run" / f"checkpoint-{step}" / "COMPLETE").exists()
+
+
+def test_an_error_under_torchrun_is_told_once(settings, environment, tmp_path):
+    missing = merged(settings, {"data": {"train": str(tmp_path / "no.jsonl")}})
+    ended = _run([sys.executable, *TORCHRUN, *command(tmp_path, missing)], environment)
+    assert ended.returncode != 0
+    assert ended.stderr.count("error: Data files cannot be used") == 1
+    assert "exitcode  : 3" in ended.stderr

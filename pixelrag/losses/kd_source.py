@@ -1,0 +1,221 @@
+"""Where a model's logits come from, and where the student's gradient goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pixelrag.errors import DataError, ModelError
+from pixelrag.losses.kd_head import AdapterState, Head, HeadGradient, project
+from pixelrag.losses.kd_kernel import TopKRows
+
+Rows = torch.Tensor | slice
+
+
+@dataclass(frozen=True, slots=True)
+class Projected:
+    """A model as its final hidden states and its lm_head.
+
+    Args:
+        hidden_TH: [T, H] after the final norm, any float dtype. A teacher may send the rows of the
+            supervised tokens alone, in their order.
+        head: see `Head`.
+
+    Raises:
+        ModelError: widths differ.
+    """
+
+    hidden_TH: torch.Tensor
+    head: Head
+
+    def __post_init__(self) -> None:
+        width = self.head.weight_VH.shape[1]
+        if self.hidden_TH.dim() != 2 or self.hidden_TH.shape[1] != width:
+            raise ModelError(
+                f"hidden states: got shape {list(self.hidden_TH.shape)}, expected [tokens, {width}]"
+                f", the width of an lm_head of shape {list(self.head.weight_VH.shape)}"
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of hidden states."""
+        return len(self.hidden_TH)
+
+    @property
+    def num_columns(self) -> int:
+        """Vocabulary rows of the head, padding included."""
+        return self.head.num_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Logits:
+    """A model as its logits, [T, columns], for heads of a form that `Head` does not know."""
+
+    logits_TV: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if self.logits_TV.dim() != 2:
+            raise ModelError(
+                f"logits: got shape {list(self.logits_TV.shape)}, expected [tokens, vocabulary]"
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of logits."""
+        return len(self.logits_TV)
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of the logits, padding included."""
+        return self.logits_TV.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class TopK:
+    """A teacher as its likeliest tokens, e.g. from a cache on disk.
+
+    Args:
+        ids_TK: [T, K] int64, distinct in each row.
+        log_probs_TK: [T, K] their log-probabilities at the objective's temperature over the whole
+            vocabulary, so that 1 - sum(exp) is the probability of all other tokens.
+
+    Raises:
+        ModelError: shapes differ.
+    """
+
+    ids_TK: torch.Tensor
+    log_probs_TK: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if self.ids_TK.dim() != 2 or self.ids_TK.shape != self.log_probs_TK.shape:
+            raise ModelError(
+                f"top-k teacher: got ids {list(self.ids_TK.shape)} and log-probabilities "
+                f"{list(self.log_probs_TK.shape)}, expected [tokens, k] twice"
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows."""
+        return len(self.ids_TK)
+
+
+def take(tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Rows of a tensor; a view where they are a slice."""
+    return tensor[rows] if isinstance(rows, slice) else tensor.index_select(0, rows)
+
+
+def check_ids(top_k: TopK, vocab_size: int) -> None:
+    """Refuse token ids outside the vocabulary.
+
+    Raises:
+        DataError: there is one.
+    """
+    if top_k.ids_TK.numel():
+        low, high = (int(x) for x in top_k.ids_TK.aminmax())
+        if low < 0 or high >= vocab_size:
+            raise DataError(
+                f"top-k teacher: token ids run from {low} to {high}, expected 0 to {vocab_size - 1}"
+            )
+
+
+def fill_teacher(teacher: Projected | Logits, rows: Rows, out_CV: torch.Tensor) -> None:
+    """Write a teacher's products or logits of some tokens into ``out_CV``."""
+    if isinstance(teacher, Projected):
+        project(teacher.head, take(teacher.hidden_TH, rows), out_CV)
+    else:
+        out_CV.copy_(take(teacher.logits_TV[:, : out_CV.shape[1]], rows))
+
+
+def top_k_rows(teacher: TopK, rows: Rows) -> TopKRows:
+    """The teacher's rows of some tokens."""
+    return TopKRows(take(teacher.ids_TK, rows), take(teacher.log_probs_TK, rows))
+
+
+class ProjectedStudent:
+    """Computes the student's logits chunk by chunk and carries their gradient back.
+
+    Args:
+        student: hidden states and head.
+        num_supervised: tokens with a label.
+        needs: which of `tensors` need a gradient.
+    """
+
+    def __init__(self, student: Projected, num_supervised: int, needs: tuple[bool, ...]) -> None:
+        self._student = student
+        self._gradient = HeadGradient(student.head, student.hidden_TH, needs)
+        self._kept_NH = None
+        lora = student.head.lora
+        if lora is not None and lora.dropout > 0:
+            # Drawn for all tokens at once: the chunk size must not change what is dropped.
+            keep = 1 - lora.dropout
+            width = student.hidden_TH.shape[1]
+            self._kept_NH = torch.empty(
+                (num_supervised, width), dtype=torch.bool, device=student.hidden_TH.device
+            ).bernoulli_(keep)
+
+    @staticmethod
+    def tensors(student: Projected) -> tuple[torch.Tensor | None, ...]:
+        """What gradients may flow to, in the order of `gradients`."""
+        head, lora = student.head, student.head.lora
+        adapter = (None, None) if lora is None else (lora.a_RH, lora.b_VR)
+        return (student.hidden_TH, head.weight_VH, head.bias_V, *adapter)
+
+    def fill(self, rows: Rows, start: int, out_CV: torch.Tensor
+    ) -> tuple[torch.Tensor, AdapterState | None]:
+        """Write the products of a chunk that starts at the ``start``-th supervised token."""
+        head = self._student.head
+        hidden_CH = take(self._student.hidden_TH, rows)
+        kept_CH = None
+        if self._kept_NH is not None:
+            kept = self._kept_NH[start : start + len(out_CV)]
+            kept_CH = kept.to(out_CV.dtype).div_(1 - head.lora.dropout)
+        return hidden_CH, project(head, hidden_CH, out_CV, kept_CH)
+
+    def back(
+        self,
+        rows: Rows,
+        filled: tuple[torch.Tensor, AdapterState | None],
+        gradient_CV: torch.Tensor,
+    ) -> None:
+        """Take the gradient in what `fill` wrote."""
+        hidden_CH, adapter = filled
+        self._gradient.add(gradient_CV, hidden_CH, rows, adapter)
+
+    def gradients(self) -> tuple[torch.Tensor | None, ...]:
+        """In the order of `tensors`; weights' in at least fp32."""
+        g = self._gradient
+        return (g.hidden_TH, g.weight_VH, g.bias_V, g.a_RH, g.b_VR)
+
+
+class LogitsStudent:
+    """The same for logits that are there already; their gradient has their shape and dtype.
+
+    Args:
+        student: the logits.
+        num_supervised: not used; see `ProjectedStudent`.
+        needs: whether the logits need a gradient.
+    """
+
+    def __init__(self, student: Logits, num_supervised: int, needs: tuple[bool, ...]) -> None:
+        self._logits_TV = student.logits_TV
+        self._gradient_TV = torch.zeros_like(student.logits_TV) if needs[0] else None
+
+    @staticmethod
+    def tensors(student: Logits) -> tuple[torch.Tensor | None, ...]:
+        """What gradients may flow to."""
+        return (student.logits_TV,)
+
+    def fill(self, rows: Rows, start: int, out_CV: torch.Tensor) -> None:
+        """Copy a chunk's logits."""
+        out_CV.copy_(take(self._logits_TV[:, : out_CV.shape[1]], rows))
+
+    def back(self, rows: Rows, filled: None, gradient_CV: torch.Tensor) -> None:
+        """Write a chunk's gradient."""
+        if self._gradient_TV is not None:
+            columns = self._gradient_TV[:, : gradient_CV.shape[1]]
+            columns[rows] = gradient_CV.to(columns.dtype)
+
+    def gradients(self) -> tuple[torch.Tensor | None, ...]:
+        """In the order of `tensors`."""
+        return (self._gradient_TV,)

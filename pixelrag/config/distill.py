@@ -169,15 +169,12 @@ def _loss_conflicts(config: DistillConfig) -> Iterator[Conflict]:
                 got=f"loss.{name} {value} without {needs[name]}, which alone uses it",
                 remedy=f"leave loss.{name} out, or set {needs[name]}",
             )
-    if loss.implementation == "logits":
-        for name in ("precision", "gradients"):
-            value = getattr(loss, name)
-            if value != getattr(defaults, name):
-                yield Conflict(
-                    (f"loss.{name}", "loss.implementation"),
-                    got=f"loss.{name} {value} with loss.implementation logits",
-                    remedy=f"leave loss.{name} out, or set loss.implementation fused",
-                )
+    if loss.implementation == "logits" and config.teacher.source != "live":
+        yield Conflict(
+            ("loss.implementation", "teacher.source"),
+            got=f"loss.implementation logits with teacher.source {config.teacher.source}",
+            remedy="set teacher.source live, or loss.implementation fused",
+        )
 
 
 def _data_conflicts(config: DistillConfig) -> Iterator[Conflict]:

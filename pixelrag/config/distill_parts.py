@@ -160,8 +160,6 @@ class KDLossConfig(Section):
     """Tokens whose logits exist at once; auto: from free memory."""
     precision: Literal["exact", "fast"] = "exact"
     """exact: fp32 logits; fast: logits in the model's dtype."""
-    gradients: Literal["forward", "recompute"] = "forward"
-    """forward: formed beside the loss; recompute: later, without a whole gradient of the head."""
     compile: bool = False
     """Compile the chunk's arithmetic (torch.compile)."""
 

@@ -107,7 +107,7 @@ def test_autocast_does_not_round_the_similarities(scale: float) -> None:
         factor = torch.tensor([scale], dtype=dtype)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             result = info_nce(leaf, document_ND.to(dtype), positive_B, factor, num_queries=64)
-            result.loss.backward()
+        result.loss.backward()  # as the step does, outside the forward's autocast
         found += [result.loss, leaf.grad]
     assert low[0].dtype == torch.float32
     assert _relative(low[0], exact[0]) < 1e-5

@@ -62,8 +62,8 @@ def test_chunks_hold_every_row_with_its_tokens_and_images(rows, chunk_size, left
     sizes = [len(chunk["input_ids"]) for chunk in chunks]
     assert sizes[:-1] == [chunk_size] * (len(chunks) - 1)
     assert 1 <= sizes[-1] <= chunk_size
-    assert sum((_tokens_of_rows(c) for c in chunks), []) == _tokens_of_rows(batch)
-    assert sum((_images_of_rows(c) for c in chunks), []) == _images_of_rows(batch)
+    for of_rows in (_tokens_of_rows, _images_of_rows):
+        assert [row for chunk in chunks for row in of_rows(chunk)] == of_rows(batch)
     for chunk in chunks:
         has_images = int(chunk["num_images"].sum()) > 0
         assert ("pixel_values" in chunk) == ("image_grid_thw" in chunk) == has_images

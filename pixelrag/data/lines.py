@@ -68,6 +68,21 @@ def parsed_lines(
             yield line, parsed
 
 
+def line_places(path: StrPath) -> Iterator[tuple[int, int]]:
+    """(line number from 1, its first byte in the file) of each line that is not blank.
+
+    Raises:
+        DataError: the file is missing, unreadable or a folder.
+    """
+    start = 0
+    with _opened(Path(path)) as handle:
+        for line, raw in enumerate(handle, start=1):
+            skipped = len(BOM) if line == 1 and raw.startswith(BOM) else 0
+            if raw[skipped:].strip():
+                yield line, start + skipped
+            start += len(raw)
+
+
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[Iterator[bytes]]:
     try:

@@ -63,6 +63,7 @@ class Engine(ABC):
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self._trace: ForwardTrace | None = None
+        self._started = False  # a backward of this step has run
         self._finished = False
         check_container(module)
 
@@ -93,8 +94,10 @@ class Engine(ABC):
             raise EngineError(
                 f"rank {self.rank}: backward() after backward(last=True); call step() first"
             )
-        if last and self._trace is not None:
+        # The first check covers GradCache's pass without a graph before any gradient moves.
+        if self._trace is not None and (last or not self._started):
             self._trace.check()
+        self._started = True
         self._backward(loss, last=last)
         self._finished = last
 
@@ -111,7 +114,7 @@ class Engine(ABC):
                 f"rank {self.rank}: step() before backward(last=True); gradients are not reduced"
             )
         norm = self._step(max_norm or None)
-        self._finished = False
+        self._started = self._finished = False
         return norm
 
     @abstractmethod
@@ -125,8 +128,10 @@ class Engine(ABC):
         """Eval mode without gradients; a collective where parameters are sharded."""
         was_training = self.module.training
         self.module.eval()
+        # Where parameters are whole, ranks may encode unlike numbers of batches.
+        free = self._trace is not None and not self.shards_parameters
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._trace.paused() if free else contextlib.nullcontext():
                 yield
         finally:
             self.module.train(was_training)
@@ -157,6 +162,30 @@ class Engine(ABC):
         """The trained parameters in registration order."""
         return [(n, p) for n, p in self.module.named_parameters() if p.requires_grad]
 
+    def build_optimizer(self, factory: OptimizerFactory) -> torch.optim.Optimizer:
+        """Call the factory and make sure that it took exactly the trained parameters.
+
+        Raises:
+            EngineError: a parameter was left out, or lies outside the module, where no engine
+                would reduce it and ranks would drift apart.
+        """
+        named = self.named_trainable()
+        optimizer = factory(named)
+        taken = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        left_out = [n for n, p in named if id(p) not in taken]
+        if left_out:
+            raise EngineError(
+                f"the optimizer leaves out {len(left_out)} trained parameters, first "
+                f"{left_out[0]!r}; freeze them (requires_grad=False) or give them to it"
+            )
+        outside = len(taken) - len(named)
+        if outside:
+            raise EngineError(
+                f"the optimizer holds {outside} parameters that are not in the module; every "
+                "trained parameter, the temperature too, must be inside it"
+            )
+        return optimizer
+
     def fill_unused_gradients(self) -> list[nn.Parameter]:
         """Give a zero gradient to every trained parameter that has none; return them all.
 
@@ -176,7 +205,7 @@ def check_container(module: nn.Module) -> None:
     """Refuse what the sharding engines cannot hold, whichever engine is chosen now.
 
     Raises:
-        EngineError: no trainable parameter, or one of zero dimensions.
+        EngineError: no trainable parameter, or one of zero dimensions or of low precision.
     """
     trainable = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
     if not trainable:
@@ -186,6 +215,12 @@ def check_container(module: nn.Module) -> None:
             raise EngineError(
                 f"parameter {name} has shape []; ZeRO and FSDP2 shard dimension 0: "
                 "give it the shape [1]"
+            )
+        if parameter.dtype not in (torch.float32, torch.float64):
+            raise EngineError(
+                f"parameter {name} is trained in {parameter.dtype}, where the sum over chunks "
+                "stalls and small updates round to nothing; load the model in float32 and let "
+                "engine.precision: bf16 choose the compute type"
             )
 
 

@@ -45,7 +45,7 @@ class DDPEngine(Engine):
         super().__init__(module.to(device), device, grad_sync)
         self._bf16 = bf16
         broadcast_from_rank0(self.module)
-        self.optimizer = optimizer_factory(self.named_trainable())
+        self.optimizer = self.build_optimizer(optimizer_factory)
         self._reduced = ReducedSum(self)
 
     def _forward(self, role, **batch):

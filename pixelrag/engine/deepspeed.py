@@ -14,21 +14,15 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from pixelrag.engine.base import (
-    Engine,
-    OptimizerFactory,
-    broadcast_from_rank0,
-    outermost_first,
-)
+from pixelrag.engine.base import Engine, OptimizerFactory, broadcast_from_rank0
 from pixelrag.engine.ddp import ReducedSum
-from pixelrag.engine.order import ForwardTrace
+from pixelrag.engine.order import ForwardTrace, holders_of_parameters
 from pixelrag.engine.state import load_plain_state, plain_state
 from pixelrag.engine.zero_state import Zero3State, Zero12State
 from pixelrag.errors import EngineError
@@ -61,6 +55,11 @@ def import_deepspeed(device: torch.device) -> Any:
                 "cannot keep it from compiling. Install a version that constraints-cpu.txt names"
             )
         backend.build_shm_op = lambda: None
+    # DeepSpeed compares the ranks' order of submodules too, but only while it records a trace, with
+    # two broadcasts a forward, and raises on some ranks, naming nothing; ForwardTrace replaces it.
+    sys.modules[
+        "deepspeed.runtime.zero.partitioned_param_coordinator"
+    ].assert_ints_same_as_other_ranks = lambda ints: None
     return deepspeed
 
 
@@ -73,7 +72,6 @@ class DeepSpeedEngine(Engine):
         stage: 0 replicates, 1 shards optimizer state, 2 also gradients, 3 also parameters.
         ds_config: a complete config from ``ds_config.resolve``.
         device: where the module goes.
-        blocks: submodules whose order of use is checked at stage 3.
         grad_sync: ``deferred`` or ``per_chunk``.
         resident: stage 3 only: the config keeps gathered parameters over the step.
     """
@@ -86,7 +84,6 @@ class DeepSpeedEngine(Engine):
         stage: int,
         ds_config: dict[str, Any],
         device: torch.device,
-        blocks: Sequence[nn.Module] = (),
         grad_sync: str = "deferred",
         resident: bool = True,
     ) -> None:
@@ -98,14 +95,13 @@ class DeepSpeedEngine(Engine):
         self.touches_every_chunk = stage == 3 and resident
         self._deepspeed = import_deepspeed(device)
         broadcast_from_rank0(module)
-        named_blocks = outermost_first(blocks, module)
-        self.optimizer = optimizer_factory(self.named_trainable())
+        self.optimizer = self.build_optimizer(optimizer_factory)
         self._ds, *_ = self._deepspeed.initialize(
             model=module, optimizer=self.optimizer, config=ds_config, dist_init_required=None
         )
         self.module = self._ds.module
         if stage == 3 or (stage == 2 and grad_sync == "per_chunk"):
-            self._trace = ForwardTrace(named_blocks)
+            self._trace = ForwardTrace(holders_of_parameters(module))
         self._offloaded = "offload_optimizer" in ds_config.get("zero_optimization", {})
         self._chunks: contextlib.ExitStack | None = None
         self._reduced = ReducedSum(self)

@@ -38,7 +38,7 @@ def build_engine(
         optimizer_factory: builds the optimizer from ``[(name, parameter)]``.
         name: one of ``ENGINES``.
         device: this rank's device.
-        blocks: submodules to shard as units (transformer layers); used by fsdp2 and zero3.
+        blocks: submodules to shard as units (transformer layers); used by fsdp2.
         precision: ``fp32`` or ``bf16`` (fp32 masters and accumulation).
         grad_sync: ``deferred``, ``per_chunk`` or ``auto``.
         params: ``resident``, ``sharded`` or ``auto``; only fsdp2 and zero3 can shard.
@@ -82,7 +82,6 @@ def build_engine(
         optimizer_factory,
         int(name[-1]),
         device,
-        blocks,
         bf16,
         modes,
         offload_optimizer,
@@ -91,7 +90,7 @@ def build_engine(
 
 
 def _build_zero(
-    module, optimizer_factory, stage, device, blocks, bf16, modes, offload_optimizer, path
+    module, optimizer_factory, stage, device, bf16, modes, offload_optimizer, path
 ) -> Engine:
     import torch.distributed as dist
 
@@ -114,7 +113,6 @@ def _build_zero(
         stage=stage,
         ds_config=ds_config,
         device=device,
-        blocks=blocks,
         grad_sync=modes.grad_sync,
         resident=modes.resident,
     )

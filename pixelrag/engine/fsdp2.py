@@ -85,7 +85,7 @@ class FSDP2Engine(Engine):
         # Ranks then reduce the same list of parameters whatever each of them used.
         module.set_reduce_scatter_unused_params(True)
         self._trace = ForwardTrace(named_blocks)
-        self.optimizer = optimizer_factory(self.named_trainable())
+        self.optimizer = self.build_optimizer(optimizer_factory)
 
     def _backward(self, loss, *, last):
         self.module.set_requires_gradient_sync(last or self.grad_sync == "per_chunk")

@@ -2,13 +2,14 @@
 
 A sharded submodule's forward is a collective. Two ranks that use different, equally shaped
 towers at the same moment exchange each other's weights without any error, so the sequence is
-recorded and compared once a step, before the gradients are used.
+recorded, and compared before the first backward of a step and before the last.
 """
 
 from __future__ import annotations
 
+import contextlib
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch.distributed as dist
 from torch import nn
@@ -17,23 +18,46 @@ from pixelrag.distributed.collectives import agree_max
 from pixelrag.errors import EngineError
 
 
-class ForwardTrace:
-    """Records the forwards of the named blocks, and of the roles, since the last check."""
+def holders_of_parameters(module: nn.Module) -> dict[str, nn.Module]:
+    """Every submodule that holds a parameter of its own, by name."""
+    return {
+        name: part
+        for name, part in module.named_modules()
+        if name and next(part.parameters(recurse=False), None) is not None
+    }
 
-    def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
+
+class ForwardTrace:
+    """Records the forwards of the named submodules, and of the roles, since the last check."""
+
+    def __init__(self, submodules: Mapping[str, nn.Module]) -> None:
         self._events: list[str] = []
-        for name, block in blocks.items():
-            block.register_forward_pre_hook(self._hook(name))
+        self._paused = False
+        for name, submodule in submodules.items():
+            submodule.register_forward_pre_hook(self._hook(name))
 
     def _hook(self, name: str):
         def record(module: nn.Module, args: tuple) -> None:
-            self._events.append(name)
+            self._note(name)
 
         return record
 
+    def _note(self, event: str) -> None:
+        if not self._paused:
+            self._events.append(event)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing in the body."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
     def enter(self, role: str) -> None:
         """Note the start of one forward of the container."""
-        self._events.append(f"<{role}>")
+        self._note(f"<{role}>")
 
     def check(self) -> None:
         """Compare this rank's sequence with all others' and forget it; a collective.
@@ -60,7 +84,8 @@ def _describe(everyone: list[list[str]]) -> str:
             who = ", ".join(f"rank {rank}: {call}" for rank, call in enumerate(calls))
             return (
                 f"ranks ran different forwards this step; call {position} differs ({who}). "
-                "Sharded engines need the same sequence on every rank: run a zero-weighted "
-                "forward through what a rank does not need, or use ddp, zero0, zero1 or zero2"
+                "This engine needs the same sequence on every rank: run a zero-weighted forward "
+                "through what a rank does not need, or use ddp, zero0, zero1, or zero2 with "
+                "grad_sync deferred"
             )
     return "ranks ran different forwards this step"

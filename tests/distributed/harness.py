@@ -52,8 +52,8 @@ def run_cases(
     *,
     nproc: int,
     env: dict[str, str] | None = None,
-    timeout_seconds: float = 150.0,
-    collective_timeout_seconds: float = 20.0,
+    timeout_seconds: float = 280.0,
+    collective_timeout_seconds: float = 60.0,
 ) -> Results:
     """Call ``function(world, case)`` for each case on every rank; names a ``module:function``.
 
@@ -80,7 +80,7 @@ def run_alone(function: str, cases: dict[str, dict[str, Any]]) -> Results:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return Results([json.loads(done.stdout.splitlines()[-1])])

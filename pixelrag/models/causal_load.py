@@ -189,19 +189,19 @@ def _load(
         if random_init:
             model = AutoModelForCausalLM.from_config(model_config, **options)
         else:
-            model = _pretrained(source, options)
+            model = _pretrained(source, model_config, options)
     for section in (model.config, model.config.get_text_config()):
         section.use_cache = False
     apply_liger(model, config.liger, setting, cuda=cuda)
     return model
 
 
-def _pretrained(source: ModelSource, options: dict[str, Any]) -> PreTrainedModel:
+def _pretrained(source: ModelSource, config: Any, options: dict[str, Any]) -> PreTrainedModel:
     # Safetensors (or GGUF) only: the older format is a pickle, which may run code when read.
     form = _gguf(source) or {"use_safetensors": True}
     with as_model_error(source):
         model, info = AutoModelForCausalLM.from_pretrained(
-            source.location, output_loading_info=True, **form, **options
+            source.location, config=config, output_loading_info=True, **form, **options
         )
     check_weights(info, source, f"{source.setting.split('.')[0]}.random_init")
     # Its weights are plain numbers now; nothing quantized is left to be saved as such.

@@ -113,6 +113,8 @@ def apply_lora(
     with warnings.catch_warnings():
         # PEFT still asks transformers for names that it has renamed.
         warnings.simplefilter("ignore", FutureWarning)
+        # Merged exports write head and embedding apart where only the head was adapted.
+        warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
         model = get_peft_model(backbone, peft_config)
     peft_config.base_model_name_or_path = base_name
     return model

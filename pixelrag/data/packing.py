@@ -108,7 +108,7 @@ def _first_fit(descending: NDArray[np.int64], row_length: int) -> NDArray[np.int
     row_of[:num_large] = np.arange(num_large)
     rows = _Rows(row_length, row_length - descending[:num_large])
     starts = num_large + _group_starts(descending[num_large:])
-    stops = np.append(starts[1:], len(descending))
+    stops = np.append(starts, len(descending))[1:]
     for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
         rows.place(descending[start:stop], row_of[start:stop])
     return row_of

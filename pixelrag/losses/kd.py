@@ -213,6 +213,9 @@ class _Distill(torch.autograd.Function):
 
 
 def _scaled(gradient: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # On CUDA the comparison would wait for the device, and the product costs nothing.
+    if gradient.dtype == dtype and scale.device.type == "cpu" and float(scale) == 1:
+        return gradient
     # Not in place: a second backward must find what the first one found. Rounds once.
     return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=dtype))
 

@@ -134,10 +134,14 @@ def _log_softmax(
     u: torch.Tensor, probs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Overwrite u by its log-soft-max and probs by the soft-max; also return log-sum-exp."""
-    torch.softmax(u, -1, out=probs)
-    # exp is the dear pass, so the sum comes from its result at the maximum, 1 / sum.
-    lse = u.amax(-1, keepdim=True) - probs.amax(-1, keepdim=True).log()
-    return u.sub_(lse), probs, lse
+    # Not torch.softmax: on CPUs its exp is good to 20 units in the last place only, which shows
+    # in the difference of two close distributions.
+    largest = u.amax(-1, keepdim=True)
+    torch.exp(u.sub_(largest), out=probs)
+    total = probs.sum(-1, keepdim=True)
+    probs.mul_(1 / total)
+    log_total = total.log()
+    return u.sub_(log_total), probs, largest + log_total
 
 
 def _at_temperature_one(

@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -46,6 +46,8 @@ class JobConfig(BaseSettings, Section):
     """Base of a job's configuration: frozen, and checked across its sections when it is made."""
 
     model_config = SettingsConfigDict(**Section.model_config)
+    adaptable: ClassVar[tuple[str, ...]] = ()
+    """Options of this job's own that a run may change when it goes on from a checkpoint."""
 
     @classmethod
     def settings_customise_sources(

@@ -1,6 +1,7 @@
 """The distillation job's configuration, and the rules that span its sections."""
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 from pydantic import Field
 
@@ -27,6 +28,25 @@ METRICS = ("eval/loss", "eval/ce_loss", "eval/kd_loss", "eval/agreement")
 
 class DistillConfig(JobConfig):
     """Everything `pixelrag distill` can be told."""
+
+    adaptable: ClassVar[tuple[str, ...]] = (
+        "student.attention",
+        "student.liger",
+        "student.gradient_checkpointing",
+        "student.compile",
+        "teacher.attention",
+        "teacher.liger",
+        "teacher.device",
+        "teacher.placement",
+        "teacher.offload",
+        "loss.implementation",
+        "loss.chunk_size",
+        "loss.compile",
+        # The sampler insists on the global batch, which stays when the world is another.
+        "batch.gradient_accumulation_steps",
+        "data.prefetch_factor",
+        "data.worker_timeout_seconds",
+    )
 
     output_dir: str = Field("runs/distill", min_length=1)
     """Folder of the run: metrics, checkpoints, exported models."""

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import math
-import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +15,7 @@ from pixelrag.data.sampler import GlobalBatchSampler
 from pixelrag.distributed.collectives import from_main
 from pixelrag.distributed.env import World, process_group, read_ranks
 from pixelrag.distributed.together import together
-from pixelrag.engine import Engine, build_engine
-from pixelrag.errors import CheckpointError, PixelragError
+from pixelrag.errors import CheckpointError
 from pixelrag.evaluate.pairs import PairEvaluator
 from pixelrag.export.hf import export_embedder
 from pixelrag.gradcache import gradcache_step, split_batch
@@ -28,10 +23,15 @@ from pixelrag.losses.temperature import scale_from_log
 from pixelrag.models import Preprocessor, load_embedder
 from pixelrag.models.biencoder import BiEncoder
 from pixelrag.train.batches import PairBatch, load_batches
-from pixelrag.train.checkpoint import resolve_resume
 from pixelrag.train.inputs import HeldOut, open_dataset, open_held_out, require_text
+from pixelrag.train.job import (
+    checkpoint_of,
+    engine_for,
+    num_steps,
+    show_log,
+    worded_disk_errors,
+)
 from pixelrag.train.loop import Loop, is_finished
-from pixelrag.train.optimizer import adamw
 from pixelrag.train.run_state import load_optimizer, load_parameters, read_state
 from pixelrag.train.sinks import check_sinks
 from pixelrag.train.task import StepReport
@@ -56,7 +56,7 @@ def main(config: ContrastiveConfig) -> int:
 def train(config: ContrastiveConfig, world: World) -> dict[str, Any]:
     """Run the job inside an existing process group; a collective. Returns the run's summary."""
     output = Path(config.output_dir)
-    checkpoint = from_main(lambda: _checkpoint_of(config))
+    checkpoint = from_main(lambda: checkpoint_of(config))
     dataset = open_dataset(config, config.data.train)
     held_out = open_held_out(config)
     with together():
@@ -68,7 +68,9 @@ def train(config: ContrastiveConfig, world: World) -> dict[str, Any]:
             config.seed,
             config.data.drop_last,
         )
-        total_steps = num_steps(config, sampler)
+        total_steps = num_steps(
+            config, sampler.batches_per_epoch / config.batch.gradient_accumulation_steps
+        )
         # Before a large model is loaded in vain.
         require_writable(output)
     state = None
@@ -83,14 +85,6 @@ def train(config: ContrastiveConfig, world: World) -> dict[str, Any]:
     task = ContrastiveTask(config, world, dataset, held_out, sampler, checkpoint)
     _say_arithmetic(config, world, len(dataset), total_steps)
     return Loop(task, config, world, total_steps, state).run()
-
-
-def _checkpoint_of(config: ContrastiveConfig) -> Path | None:
-    output = Path(config.output_dir)
-    try:
-        return resolve_resume(config.checkpoint.resume, output)
-    except OSError as error:
-        raise CheckpointError(f"{output}: cannot be read ({error.strerror or error})") from error
 
 
 def _go_on_at(
@@ -126,6 +120,7 @@ class ContrastiveTask:
         sampler: GlobalBatchSampler,
         checkpoint: Path | None,
     ) -> None:
+        self.batches_per_step = config.batch.gradient_accumulation_steps
         self._config = config
         self._sampler = sampler
         self._data = dataset.report.fingerprint
@@ -138,7 +133,7 @@ class ContrastiveTask:
         if checkpoint is not None:
             with together():
                 load_parameters(checkpoint, self._container)
-        self.engine = engine_for(config, world, self._container)
+        self.engine = engine_for(config, world, self._container, self._embedder.blocks())
         if checkpoint is not None:
             with together():
                 load_optimizer(checkpoint, self.engine)
@@ -208,7 +203,7 @@ class ContrastiveTask:
         def write() -> None:
             scale = scale_from_log(full["logit_scale.log_scale"]) if self._learns else None
             temperature = self._config.loss.temperature if scale is None else 1.0 / float(scale)
-            with _worded_disk_errors(folder):
+            with worded_disk_errors(folder):
                 export_embedder(
                     self._embedder, self._preprocessor, encoder, folder, temperature=temperature
                 )
@@ -218,22 +213,6 @@ class ContrastiveTask:
     @property
     def _learns(self) -> bool:
         return self._config.loss.learnable_temperature
-
-
-@contextlib.contextmanager
-def _worded_disk_errors(folder: Path) -> Iterator[None]:
-    """safetensors and tokenizers tell the operating system's errors in words alone."""
-    try:
-        yield
-    except PixelragError:
-        raise
-    except Exception as error:
-        if "(os error " not in str(error):
-            raise
-        raise CheckpointError(
-            f"{folder}: cannot be written: {error}. Free space, and go on with "
-            "`--checkpoint.resume auto`"
-        ) from error
 
 
 def build_biencoder(config: ContrastiveConfig) -> tuple[BiEncoder, Preprocessor]:
@@ -251,24 +230,6 @@ def build_biencoder(config: ContrastiveConfig) -> tuple[BiEncoder, Preprocessor]
         learnable_temperature=config.loss.learnable_temperature,
     )
     return container, preprocessor
-
-
-def engine_for(config: ContrastiveConfig, world: World, container: BiEncoder) -> Engine:
-    """Build the engine that the configuration names around the container; a collective."""
-    engine = config.engine
-    with together():
-        return build_engine(
-            container,
-            adamw(config.optim),
-            name=engine.name,
-            device=world.device,
-            blocks=container.encoder.blocks(),
-            precision=engine.precision,
-            grad_sync=engine.grad_sync,
-            params=engine.params,
-            offload_optimizer=engine.offload_optimizer,
-            deepspeed=engine.deepspeed,
-        )
 
 
 def build_evaluator(
@@ -294,27 +255,6 @@ def evaluator_of(
             batch_size=config.eval.batch_size,
             retrieval=config.eval.retrieval,
         )
-
-
-def num_steps(config: ContrastiveConfig, sampler: GlobalBatchSampler) -> int:
-    """Optimizer steps of the whole run."""
-    if config.optim.max_steps is not None:
-        return config.optim.max_steps
-    batches = config.optim.num_epochs * sampler.batches_per_epoch
-    # The epsilon keeps 1.1 epochs of 10 batches, 11.000000000000002, at 11.
-    return max(1, math.ceil(batches / config.batch.gradient_accumulation_steps - 1e-9))
-
-
-def show_log(rank: int) -> None:
-    """Let rank 0 tell what pixelrag does; other ranks speak only of errors."""
-    if not logger.handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        logger.addHandler(handler)
-        logger.propagate = False
-    logger.setLevel(logging.INFO if rank == 0 else logging.ERROR)
-    # Hub and tokenizer chatter of every rank would bury it.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def _say_arithmetic(

@@ -13,7 +13,8 @@ from pixelrag.distributed.env import World, process_group, read_ranks
 from pixelrag.errors import CheckpointError, ConfigError
 from pixelrag.evaluate.bootstrap import bootstrap_interval
 from pixelrag.evaluate.pairs import PairEvaluation
-from pixelrag.train.contrastive import build_biencoder, build_evaluator, engine_for, show_log
+from pixelrag.train.contrastive import build_biencoder, build_evaluator
+from pixelrag.train.job import engine_for, show_log
 
 
 def main(config: ContrastiveConfig, own: Mapping[str, str]) -> int:
@@ -43,7 +44,7 @@ def evaluate(config: ContrastiveConfig, world: World) -> PairEvaluation:
     """Load the model and evaluate it; a collective."""
     container, preprocessor = build_biencoder(config)
     evaluator = build_evaluator(config, world, preprocessor)
-    engine = engine_for(config, world, container)
+    engine = engine_for(config, world, container, container.encoder.blocks())
     return evaluator(engine, 1.0 / config.loss.temperature)
 
 

@@ -127,7 +127,7 @@ class Loop:
         rate = optim.learning_rate * factor
         set_learning_rate(self._task.engine.optimizer, rate)
         seed_step(self._config.seed, step, self._world.rank)
-        count = self._config.batch.gradient_accumulation_steps
+        count = self._task.batches_per_step
         ids: list[str] = []
         reports: list[StepReport] = []
         for index in range(count):
@@ -141,7 +141,11 @@ class Loop:
         norm = self._task.engine.step(optim.max_grad_norm)
         if not math.isfinite(norm):
             self._not_finite(step, f"gradient norm is {norm} (the loss is finite)", [], ids)
-        self._throughput.step(sum(r.rows for r in reports), sum(r.tokens for r in reports))
+        self._throughput.step(
+            sum(r.rows for r in reports),
+            sum(r.tokens for r in reports),
+            {name: sum(r.amounts[name] for r in reports) for name in reports[0].amounts},
+        )
         figures = {"train/loss": sum(r.loss for r in reports) / count}
         for name in reports[0].figures:
             figures[name] = sum(r.figures[name] for r in reports) / count

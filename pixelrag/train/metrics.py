@@ -68,17 +68,20 @@ class Throughput:
     ) -> None:
         self._skip = skip
         self._clock = clock
-        self._steps: deque[tuple[float, int, int]] = deque(maxlen=window)
+        self._steps: deque[tuple[float, int, int, Mapping[str, float]]] = deque(maxlen=window)
         self._started = clock()
 
-    def step(self, rows: int, tokens: int) -> None:
-        """A step has ended that trained `rows` rows and `tokens` real tokens over all ranks."""
+    def step(self, rows: int, tokens: int, amounts: Mapping[str, float] | None = None) -> None:
+        """A step has ended that trained `rows` rows and `tokens` real tokens over all ranks.
+
+        `amounts` are further things done, by the name of the figure that counts them per second.
+        """
         now = self._clock()
         seconds, self._started = now - self._started, now
         if self._skip > 0:
             self._skip -= 1
         else:
-            self._steps.append((seconds, rows, tokens))
+            self._steps.append((seconds, rows, tokens, amounts or {}))
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
@@ -94,10 +97,12 @@ class Throughput:
         seconds = math.fsum(step[0] for step in self._steps)
         if seconds <= 0.0:
             return {}
+        last = self._steps[-1]
         return {
             "perf/rows_per_second": sum(step[1] for step in self._steps) / seconds,
             "perf/tokens_per_second": sum(step[2] for step in self._steps) / seconds,
             "perf/step_seconds": seconds / len(self._steps),
+            **{name: math.fsum(s[3][name] for s in self._steps) / seconds for name in last[3]},
         }
 
 

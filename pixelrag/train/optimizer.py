@@ -13,7 +13,7 @@ def adamw(config: OptimConfig) -> OptimizerFactory:
     """Return a factory of AdamW (Loshchilov and Hutter 2019) with two groups.
 
     Weight decay spares vectors: norms, biases and the logit scale (every parameter of fewer than
-    two dimensions).
+    two dimensions). `fused`, for jobs whose configuration has it, is PyTorch's fused kernel.
     """
 
     def build(named: NamedParameters) -> torch.optim.Optimizer:
@@ -30,6 +30,7 @@ def adamw(config: OptimConfig) -> OptimizerFactory:
             lr=config.learning_rate,
             betas=(config.beta1, config.beta2),
             eps=config.epsilon,
+            fused=getattr(config, "fused", None),
         )
 
     return build

@@ -36,8 +36,9 @@ from pixelrag.train.state import load_tensors, save_tensors
 logger = logging.getLogger("pixelrag")
 
 # A run that differs in these is another experiment; the rest may change between two parts of one.
-_IDENTITY = ("seed", "model", "lora", "data", "loss", "batch")
-# These belong to the machine: they change rounding, or the draws of dropout, and no more.
+_IDENTITY = ("seed", "model", "student", "teacher", "lora", "data", "packing", "loss", "batch")
+# These belong to the machine: they change rounding, or the draws of dropout, and no more; a job's
+# configuration names its own beside them.
 _ADAPTABLE = (
     "model.attention",
     "model.gradient_checkpointing",
@@ -134,10 +135,11 @@ def _compare_configs(folder: Path, config: JobConfig) -> None:
         for path in sorted(before.keys() | now.keys())
         if before.get(path) != now.get(path)
     }
+    adaptable = {*_ADAPTABLE, *config.adaptable}
     refused = [
         text
         for path, text in differing.items()
-        if path.split(".")[0] in _IDENTITY and path not in _ADAPTABLE
+        if path.split(".")[0] in _IDENTITY and path not in adaptable
     ]
     if refused:
         raise CheckpointError(
@@ -148,7 +150,7 @@ def _compare_configs(folder: Path, config: JobConfig) -> None:
     changed = [
         text
         for path, text in differing.items()
-        if path.startswith("optim.") or (path in _ADAPTABLE and path not in _SILENT)
+        if path.startswith("optim.") or (path in adaptable and path not in _SILENT)
     ]
     if changed:
         logger.warning("resuming with changed settings: %s", "; ".join(changed))

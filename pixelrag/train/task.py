@@ -17,6 +17,8 @@ class StepReport:
     rows: int
     tokens: int
     figures: dict[str, float] = field(default_factory=dict)
+    # What to log per second, by the name of that figure.
+    amounts: dict[str, float] = field(default_factory=dict)
     # Sample ids of this rank that explain a loss which is not finite.
     suspects: list[str] = field(default_factory=list)
 
@@ -26,9 +28,11 @@ class Task(Protocol):
 
     Attributes:
         engine: holds the container module.
+        batches_per_step: how often the loop fetches and accumulates before it steps.
     """
 
     engine: Engine
+    batches_per_step: int
 
     def next_batch(self) -> Any:
         """Fetch this rank's part of the next global batch."""

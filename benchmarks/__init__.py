@@ -1,0 +1,1 @@
+"""Measurements of cost; `benchmarks/README.md` has the commands and what they gave."""

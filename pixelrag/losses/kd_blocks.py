@@ -118,7 +118,7 @@ def _compiled_kernel() -> Callable[..., BlockTerms]:
             except TorchDynamoException as error:
                 # Raised before anything ran, so the block still holds its logits.
                 usable = False
-                reason = str(error).strip().splitlines()[0]
+                reason = " ".join(str(error).split())[:300]
                 logger.warning(
                     "distillation: the kernel could not be compiled and runs as it is (%s: %s)",
                     type(error).__name__, reason,

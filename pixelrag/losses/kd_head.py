@@ -71,7 +71,7 @@ class Head:
             )
         if self.lora is not None:
             a, b = self.lora.a_RH, self.lora.b_VR
-            if a.dim() != 2 or b.dim() != 2 or (b.shape[0], a.shape[1]) != (rows, width):
+            if a.shape != (len(a), width) or b.shape != (rows, len(a)):
                 raise ModelError(
                     f"lm_head adapter: got A {list(a.shape)} and B {list(b.shape)}, expected "
                     f"[r, {width}] and [{rows}, r]"

@@ -161,7 +161,8 @@ class ProjectedStudent:
         adapter = (None, None) if lora is None else (lora.a_RH, lora.b_VR)
         return (student.hidden_TH, head.weight_VH, head.bias_V, *adapter)
 
-    def fill(self, rows: Rows, start: int, out_CV: torch.Tensor
+    def fill(
+        self, rows: Rows, start: int, out_CV: torch.Tensor
     ) -> tuple[torch.Tensor, AdapterState | None]:
         """Write the products of a chunk that starts at the ``start``-th supervised token."""
         head = self._student.head

@@ -66,8 +66,7 @@ def count_step(world: World, overrides: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def counts() -> Results:
     cases = {
-        f"{name}-{chunks}": case
-        | {"images": "all", "chunk_size": 1, "rows": [rows] * NUM_RANKS}
+        f"{name}-{chunks}": case | {"images": "all", "chunk_size": 1, "rows": [rows] * NUM_RANKS}
         for name, case in MODES.items()
         for chunks, rows in ROWS_OF_CHUNKS.items()
     }

@@ -1,0 +1,70 @@
+"""What a job may ask for, on every engine: each trial against the float64 reference.
+
+The trials are those of `test_matrix`, two steps each, with the option under test.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.harness import Results, run_cases
+from tests.distributed.trials import assert_exact
+
+pytestmark = pytest.mark.distributed
+
+TRIAL = "tests.distributed.trials:run_trial"
+WAYS: dict[str, dict[str, Any]] = {
+    "ddp": {"engine": "ddp"},
+    "zero0": {"engine": "zero0"},
+    "zero1": {"engine": "zero1"},
+    "zero2": {"engine": "zero2"},
+    "zero2-per_chunk": {"engine": "zero2", "grad_sync": "per_chunk"},
+    "zero3": {"engine": "zero3"},
+    "zero3-sharded": {"engine": "zero3", "params": "sharded", "grad_sync": "per_chunk"},
+    "fsdp2": {"engine": "fsdp2"},
+    "fsdp2-sharded": {"engine": "fsdp2", "params": "sharded", "grad_sync": "per_chunk"},
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    # Nothing may clip unless asked: DeepSpeed's own default is 1.0.
+    "no clipping": {"max_norm": None},
+    # Three global batches, each weighted by a third: nothing else may divide.
+    "accumulation": {"accumulate": 3},
+    # One rank brings a row that counts for nothing, and far fewer chunks than the other.
+    "filler rank": {"rows": [7, 1], "filler": 1},
+    "filler rank 0": {"rows": [1, 7], "filler": 0},
+    "one row a rank": {"rows": [1, 1]},
+    "one large chunk": {"chunk_size": 1000},
+    "frozen parameters": {"frozen": ["encoder.tokens", "encoder.layers.0"]},
+    "frozen vision": {"frozen": ["encoder.visual"]},
+    "tied weights": {"tied": True},
+    # Non-reentrant checkpointing runs each layer once more; dropout masks must survive it.
+    "checkpointing": {"checkpointing": True, "dropout": 0.3},
+    # A rank short of chunks must not draw random numbers that the reference does not draw.
+    "dropout": {"dropout": 0.3, "rows": [6, 2]},
+}
+FEW = ("zero2-per_chunk", "zero3-sharded", "fsdp2-sharded")
+PER_CHUNK_TOO = ("accumulation", "filler rank", "frozen vision", "checkpointing")
+CASES = {
+    f"{way}, {option}": WAYS[way] | OPTIONS[option] | {"steps": 2}
+    for way in WAYS
+    for option in OPTIONS
+    if way not in FEW or option in PER_CHUNK_TOO
+}
+# Everything in one unit, so that the vision branch shares it with layers that run always.
+CASES |= {
+    f"{way}, one unit": WAYS[way] | {"units": False}
+    for way in ("zero3", "zero3-sharded", "fsdp2", "fsdp2-sharded")
+}
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    # DETAIL triples the time and checks nothing that the same trials in test_matrix do not.
+    return run_cases(TRIAL, CASES, nproc=2, env={"TORCH_DISTRIBUTED_DEBUG": "OFF"})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_exact(results: Results, name: str) -> None:
+    assert_exact(results[name])

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,13 +24,11 @@ from transformers import PreTrainedModel, Qwen3VLForConditionalGeneration
 
 import pixelrag
 from pixelrag.errors import CheckpointError
+from pixelrag.export.folder import plain_name, replacing
 from pixelrag.models import Embedder, Preprocessor
 from pixelrag.models.load import quiet, takes_pooling_layer
 from pixelrag.models.lora import ADAPTER_WEIGHTS
 from pixelrag.models.source import SETTINGS_FILE, SETTINGS_FORMAT
-
-# Left in parameter names by torch.compile and by data-parallel wrappers.
-_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.")
 
 
 def export_embedder(
@@ -64,15 +60,8 @@ def export_embedder(
             is no export; or it cannot be written. Nothing is left half-written.
     """
     folder = Path(folder)
-    if folder.exists() and not _replaceable(folder):
-        raise CheckpointError(
-            f"{folder} exists and was not written by an export (it has no {SETTINGS_FILE}); "
-            "remove it or choose another folder"
-        )
     weights = _checked(state_dict, embedder)
-    part = folder.with_name(f".{folder.name}.part-{os.getpid()}")
-    try:
-        part.mkdir(parents=True)
+    with replacing(folder) as part:
         with quiet():
             if isinstance(embedder.backbone, PeftModel):
                 _write_adapter(embedder.backbone, weights, part)
@@ -82,26 +71,12 @@ def export_embedder(
         settings = _settings(embedder, preprocessor, temperature)
         text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
         (part / SETTINGS_FILE).write_text(text, encoding="utf-8")
-        _sync(part)
-        _put_in_place(part, folder)
-    except OSError as error:
-        raise CheckpointError(f"cannot write the export {folder}: {error}") from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     return folder
-
-
-def _replaceable(folder: Path) -> bool:
-    return folder.is_dir() and ((folder / SETTINGS_FILE).is_file() or not any(folder.iterdir()))
 
 
 def _checked(state_dict: Mapping[str, torch.Tensor], embedder: Embedder) -> dict[str, torch.Tensor]:
     """The backbone's weights by its own names, float32, complete and of the right shapes."""
-    given = {}
-    for key, tensor in state_dict.items():
-        for wrapper in _WRAPPERS:
-            key = key.replace(wrapper, "")
-        given[key.removeprefix("module.")] = tensor
+    given = {plain_name(key): tensor for key, tensor in state_dict.items()}
     expected = set(embedder.state_dict(keep_vars=True))
     unknown = sorted(set(given) - expected)
     missing = expected - set(given)
@@ -169,26 +144,3 @@ def _settings(embedder: Embedder, preprocessor: Preprocessor, temperature: float
         "max_visual_tokens": preprocessor.max_visual_tokens,
         "temperature": temperature,
     }
-
-
-def _sync(folder: Path) -> None:
-    """Have the disk hold every file before the folder gets its name."""
-    for path in [*folder.iterdir(), folder]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
-def _put_in_place(part: Path, folder: Path) -> None:
-    old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
-    if folder.exists():
-        folder.rename(old)
-    try:
-        part.rename(folder)
-    except OSError:
-        if old.exists():
-            old.rename(folder)
-        raise
-    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,141 @@
+"""Writes a distilled student as a folder that `AutoModelForCausalLM.from_pretrained` loads.
+
+Adapters are merged into the weights, so the folder stands alone: vLLM and others serve it as it is.
+A head that alone was adapted is written apart from the embedding that it was tied to.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from transformers import PreTrainedModel
+
+import pixelrag
+from pixelrag.errors import CheckpointError
+from pixelrag.export.folder import plain_name, replacing
+from pixelrag.models.causal import CausalLM
+from pixelrag.models.load import quiet
+from pixelrag.models.source import SETTINGS_FILE, SETTINGS_FORMAT
+
+_PEFT = "base_model.model."
+
+
+def export_causal(
+    student: CausalLM,
+    tokenizer: Any,
+    state_dict: Mapping[str, torch.Tensor],
+    folder: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> Path:
+    """Write the folder; call it on one rank.
+
+    The student's own parameters are never read, so they may be sharded.
+
+    Args:
+        student: the model whose architecture and adapters apply.
+        tokenizer: is saved beside it.
+        state_dict: full CPU tensors under the keys of `student.state_dict()`, adapters and frozen
+            weights included.
+        folder: where to; a folder that an earlier export wrote is replaced.
+        dtype: of the written weights.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: a weight is missing, unknown or misshapen; `folder` holds something that
+            is no export; or it cannot be written. Nothing is left half-written.
+    """
+    folder = Path(folder)
+    named = {plain_name(key).removeprefix("lm."): t for key, t in state_dict.items()}
+    if isinstance(student.lm, PeftModel):
+        named = _merged(named, student.lm)
+    twin = _twin(student, untied=_adapted_head_alone(student))
+    weights = _checked(named, twin, dtype)
+    settings = {"format": SETTINGS_FORMAT, "pixelrag": pixelrag.__version__, "kind": "causal"}
+    with replacing(folder) as part:
+        with quiet():
+            twin.save_pretrained(part, state_dict=weights)
+            tokenizer.save_pretrained(part)
+        (part / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    return folder
+
+
+def _twin(student: CausalLM, *, untied: bool) -> PreTrainedModel:
+    """A model of the same form without storage: it knows names, shapes and ties."""
+    model = student.base_model
+    # The engine may have turned the class into a sharded one; the saved name is the original's.
+    model_class = next(kind for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP"))
+    config = copy.deepcopy(model.config)
+    config.use_cache = config.get_text_config().use_cache = True
+    if untied:
+        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
+    with torch.device("meta"):
+        twin = model_class(config)
+    if model.generation_config is not None:
+        twin.generation_config = copy.deepcopy(model.generation_config)
+        twin.generation_config.use_cache = True
+    return twin
+
+
+def _merged(named: Mapping[str, torch.Tensor], lm: PeftModel) -> dict[str, torch.Tensor]:
+    """Weights by the base model's names, W + scaling * B A where there is an adapter."""
+    merged: dict[str, torch.Tensor] = {}
+    for key, tensor in named.items():
+        if ".lora_" in key:
+            continue
+        path, _, leaf = key.rpartition(".")
+        layer = lm.get_submodule(path.removesuffix(".base_layer"))
+        if path.endswith(".base_layer") and isinstance(layer, LoraLayer):
+            path = path.removesuffix(".base_layer")
+            if leaf == "weight":
+                name = layer.active_adapters[0]
+                down, up = (named[f"{path}.lora_{part}.{name}.weight"].float() for part in "AB")
+                change = up @ down * layer.scaling[name]
+                tensor = tensor.float() + (change.t() if layer.fan_in_fan_out else change)
+        merged[f"{path}.{leaf}".removeprefix(_PEFT)] = tensor
+    return merged
+
+
+def _adapted_head_alone(student: CausalLM) -> bool:
+    model = student.base_model
+    embedding = model.get_input_embeddings()
+    return isinstance(model.get_output_embeddings(), LoraLayer) and not isinstance(
+        embedding, LoraLayer
+    )
+
+
+def _checked(
+    named: Mapping[str, torch.Tensor], twin: PreTrainedModel, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """The twin's weights, complete, of the right shapes, each tied one once."""
+    expected = twin.state_dict()
+    tied = set(getattr(twin, "all_tied_weights_keys", None) or ())
+    unknown = sorted(set(named) - set(expected))
+    missing = sorted(set(expected) - set(named) - tied)
+    if unknown or missing:
+        raise CheckpointError(
+            "the weights to export are not those of the model: "
+            f"{len(missing)} missing, first {(missing or ['none'])[0]}; "
+            f"{len(unknown)} unknown, first {(unknown or ['none'])[0]}"
+        )
+    weights = {}
+    for key, tensor in named.items():
+        if tensor.shape != expected[key].shape:
+            raise CheckpointError(
+                f"weight {key} to export has shape {list(tensor.shape)}, expected "
+                f"{list(expected[key].shape)}; was it gathered?"
+            )
+        if key not in tied:
+            tensor = tensor.detach().cpu()
+            weights[key] = (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous()
+    twin.to(dtype)  # the saved configuration names it
+    return weights

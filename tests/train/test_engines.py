@@ -11,14 +11,14 @@ from tests.train.material import ENGINES, command, lines_of, merged, series
 
 pytestmark = pytest.mark.distributed
 
-# Measured over all cases below: losses differ by 6e-7, weights after 4 AdamW steps by 3e-5. Adam
-# divides by the gradient's own size, so that rounding of small gradients shows in the weights.
+# Measured over all cases below: losses differ by at most 2.5e-6, weights by 2.8e-5. AdamW divides
+# by the gradient's own size, so that rounding of small gradients shows in the weights.
 LOSS_TOLERANCE = 1e-5
-WEIGHT_TOLERANCE = 3e-4
-# bf16 rounds to 3 digits, and FSDP2 rounds the weights where autocast rounds the products.
-BF16_TOLERANCE = 3e-2
+WEIGHT_TOLERANCE = 1e-4
+# Measured: 5.1e-3 and 5.2e-4. bf16 has 8 bits; FSDP2 rounds weights where autocast rounds factors.
+BF16_LOSS_TOLERANCE = 2e-2
+BF16_WEIGHT_TOLERANCE = 2e-3
 
-TEXT: dict[str, Any] = {}
 LORA = {"lora": {"enabled": True, "r": 4, "alpha": 8, "dropout": 0.0}}
 BF16 = {"engine": {"precision": "bf16"}}
 
@@ -30,7 +30,7 @@ def vision(shelf: Path) -> dict[str, Any]:
         "model": {"name_or_path": str(shelf / "qwen3_vl"), "document_instruction": "Describe."},
         "data": {"train": str(shelf / "mixed.jsonl")},
         "batch": {"per_device_batch_size": 6, "chunk_size": 2},
-        "optim": {"max_steps": 3, "learning_rate": 3e-4},
+        "optim": {"max_steps": 2, "learning_rate": 3e-4},
     }
 
 
@@ -55,7 +55,7 @@ def trained(tmp_path_factory, base):
 
 def _compare(run: Path, reference: Path, *, loss: float, weights: float) -> None:
     got, expected = series(run, "train/loss"), series(reference, "train/loss")
-    assert len(got) == len(expected) > 2
+    assert len(got) == len(expected) >= 2
     assert got == pytest.approx(expected, rel=loss)
     assert series(run, "train/grad_norm") == pytest.approx(
         series(reference, "train/grad_norm"), rel=10 * loss
@@ -86,7 +86,7 @@ def test_adapters_on_text(trained):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_bf16_with_fp32_masters(trained, engine):
     run = trained(f"bf16-{engine}", 2, BF16, {"engine": {"name": engine}})
-    _compare(run, trained("text-ddp", 1), loss=BF16_TOLERANCE, weights=BF16_TOLERANCE)
+    _compare(run, trained("text-ddp", 1), loss=BF16_LOSS_TOLERANCE, weights=BF16_WEIGHT_TOLERANCE)
     # It did compute in bf16: rounding shows.
     assert series(run, "train/loss") != pytest.approx(
         series(trained("text-ddp", 1), "train/loss"), rel=1e-5

@@ -249,7 +249,7 @@ def test_only_the_newest_checkpoints_stay(start, tmp_path):
     assert names == ["checkpoint-5", "checkpoint-6"]
 
 
-@pytest.mark.parametrize("engine", ["ddp", "zero3", "fsdp2"])
+@pytest.mark.parametrize("engine", ["ddp", "zero3"])
 def test_sigterm_saves_and_resumes(start, tmp_path, engine):
     """One rank of two gets the signal, in the middle of step 2."""
     settings = {"engine": {"name": engine}}

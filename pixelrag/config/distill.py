@@ -205,6 +205,12 @@ def _data_conflicts(config: DistillConfig) -> Iterator[Conflict]:
             got="data.streaming true without data.max_samples",
             remedy="say how many samples to take: rows are packed from all of them",
         )
+    if packing.attention != "concatenated" and packing.mask_first_token:
+        yield Conflict(
+            ("packing.mask_first_token", "packing.attention"),
+            got=f"packing.mask_first_token true with packing.attention {packing.attention}",
+            remedy="leave it out: isolated samples never learn from the one before them",
+        )
     if packing.attention == "concatenated" and not packing.enabled:
         yield Conflict(
             ("packing.attention", "packing.enabled"),

@@ -131,8 +131,10 @@ class PackingConfig(Section):
     """isolated: a sample sees itself alone, as without packing; concatenated: all before it."""
     overlong: Literal["truncate", "split", "drop"] = "truncate"
     """What becomes of a sample longer than a row."""
+    separator: Switch = "auto"
+    """An end-of-text token between samples, not trained on; auto: where rows are concatenated."""
     mask_first_token: bool = False
-    """Do not train on the first token of a sample."""
+    """Do not learn a sample's first token from the sample before it (concatenated rows)."""
 
 
 class KDLossConfig(Section):

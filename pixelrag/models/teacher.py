@@ -16,6 +16,7 @@ import torch
 
 from pixelrag.config.distill_parts import TeacherConfig
 from pixelrag.distributed.env import World
+from pixelrag.distributed.together import together
 from pixelrag.losses.kd import Head, Logits, Projected, TopK
 from pixelrag.models.causal import CausalLM, head_logits
 from pixelrag.models.causal_load import load_frozen
@@ -29,33 +30,16 @@ Answer = Projected | Logits | TopK
 
 
 @dataclass(frozen=True, slots=True)
-class SampleSpan:
-    """A run of supervised tokens that belong to one sample, as a cache knows it.
-
-    Attributes:
-        sample: number of the sample in its data set.
-        part: 0, or which piece of a sample that was split over rows.
-        count: supervised tokens.
-    """
-
-    sample: int
-    part: int
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
 class TeacherRequest:
     """What the student is about to learn from.
 
     Attributes:
         rows: the tokens, on the CPU.
         supervised_N: flattened positions whose next token counts, ascending, int64 on the CPU.
-        spans: the samples these belong to, in the same order; needed by caches alone.
     """
 
     rows: Rows
     supervised_N: torch.Tensor
-    spans: tuple[SampleSpan, ...] = ()
 
 
 class TeacherSource(Protocol):
@@ -172,7 +156,8 @@ def load_teacher(
     device = world.device if config.device == "auto" else torch.device(config.device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", world.local_rank)
-    model = load_frozen(config, dtype=dtype, cuda=device.type == "cuda")
+    with together():
+        model = load_frozen(config, dtype=dtype, cuda=device.type == "cuda")
     if config.placement == "sharded":
         shard_frozen(model.body, model.blocks(), _head_parameters(model), device)
     elif config.offload:

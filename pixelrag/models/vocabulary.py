@@ -11,6 +11,7 @@ import hashlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from pixelrag.errors import ModelError
 from pixelrag.models.causal_load import load_config, load_tokenizer
@@ -46,14 +47,27 @@ class Vocabulary:
         return digest.hexdigest()
 
 
-def read_vocabulary(source: ModelSource, *, trust_remote_code: bool = False) -> Vocabulary:
+def read_vocabulary(
+    source: ModelSource,
+    *,
+    tokenizer: Any = None,
+    config: Any = None,
+    trust_remote_code: bool = False,
+) -> Vocabulary:
     """Read a model's tokens and the rows of its head; loads no weights.
+
+    Args:
+        source: the model.
+        tokenizer, config: what is loaded of it already.
+        trust_remote_code: run code of the model's folder.
 
     Raises:
         ModelError: files are missing, or there are more tokens than rows.
     """
-    tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
-    config = load_config(source, trust_remote_code=trust_remote_code)
+    if tokenizer is None:
+        tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
+    if config is None:
+        config = load_config(source, trust_remote_code=trust_remote_code)
     found = Vocabulary(source.name, tokenizer.get_vocab(), config.get_text_config().vocab_size)
     if found.size > found.num_rows:
         token = max(found.ids, key=found.ids.__getitem__)

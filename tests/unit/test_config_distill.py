@@ -116,6 +116,7 @@ def test_teachers_that_are_not_there(name: str):
         (["--loss.chunk_size=many"], "an integer of 1 or more, or auto"),
         (["--data.streaming=true"], "data.max_samples"),
         (["--packing.enabled=false", "--packing.attention=concatenated"], "packing.enabled true"),
+        (["--packing.mask_first_token=true"], "never learn from the one before them"),
         (["--data.eval=e", "--data.eval_samples=5"], "beside data.eval"),
         (["--data.eval_samples=5", "--data.max_samples=5"], "fewer samples than there are"),
         (["--eval.every_steps=5"], "without anything held out"),

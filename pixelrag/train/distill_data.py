@@ -1,0 +1,174 @@
+"""What a distillation job reads: samples as tokens, and rows packed from them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pixelrag.config.distill import DistillConfig
+from pixelrag.data.pack_plan import PackPlan, RowSettings
+from pixelrag.data.text_data import load_texts
+from pixelrag.data.text_encoder import TextEncoder
+from pixelrag.data.token_store import TokenStore, hold_out
+from pixelrag.distributed.collectives import from_main
+from pixelrag.distributed.env import World
+from pixelrag.distributed.together import together
+from pixelrag.errors import DataError
+
+logger = logging.getLogger("pixelrag")
+
+
+@dataclass(frozen=True, slots=True)
+class DistillData:
+    """Rows to train on, and rows to evaluate on (None = nothing is held out)."""
+
+    train: PackPlan
+    held_out: PackPlan | None
+
+
+def open_data(
+    config: DistillConfig,
+    tokenizer: Any,
+    world: World,
+    *,
+    vocab_size: int,
+    attention_cost: float,
+) -> DistillData:
+    """Tokenize on rank 0, share the tokens, plan the rows on every rank; a collective.
+
+    Args:
+        config: the job's configuration.
+        tokenizer: the student's.
+        world: this process's place.
+        vocab_size: tokens that both models know.
+        attention_cost: of a pair of tokens, in that of a token; balances the ranks.
+
+    Raises:
+        DataError: data cannot be read, rows are bad, or hold tokens that only one model knows.
+        ModelError: the tokenizer has no usable chat template.
+    """
+    store = _shared_store(config, config.data.train, tokenizer, world, "train")
+    with together():
+        check_tokens(store, vocab_size)
+        samples, held_out_samples, held_out_store = None, None, None
+        if config.data.eval_samples is not None:
+            held_out_store = store
+            samples, held_out_samples = hold_out(
+                store, config.data.eval_samples, config.data.split_seed
+            )
+    if config.data.eval:
+        held_out_store = _shared_store(config, config.data.eval, tokenizer, world, "eval")
+    with together():
+        settings = row_settings(config, tokenizer, attention_cost)
+        train = PackPlan(store, settings, seed=config.seed, samples=samples)
+        logger.info("training on %s", train.report)
+        logger.info(
+            "%d rows of %d tokens, %.2f %% full", train.num_rows, settings.row_length,
+            100 * train.fill,
+        )  # fmt: skip
+        if held_out_store is None:
+            return DistillData(train, None)
+        check_tokens(held_out_store, vocab_size)
+        if held_out_samples is None:
+            held_out_samples = np.arange(len(held_out_store), dtype=np.int64)
+        # Every sample by itself, whatever the training rows do: the figure then means the same
+        # in every run.
+        alone = replace(settings, attention="isolated", separator_id=None, mask_first_token=False)
+        held_out = PackPlan(
+            held_out_store,
+            alone,
+            seed=config.data.split_seed,
+            samples=held_out_samples[: config.eval.max_samples],
+        )
+        logger.info("held out: %s", held_out.report)
+        return DistillData(train, held_out)
+
+
+def row_settings(config: DistillConfig, tokenizer: Any, attention_cost: float) -> RowSettings:
+    """How the configuration wants rows."""
+    packing = config.packing
+    separates = packing.separator == "on" or (
+        packing.separator == "auto" and packing.attention == "concatenated"
+    )
+    return RowSettings(
+        row_length=packing.length,
+        packed=packing.enabled,
+        attention=packing.attention,
+        overlong=packing.overlong,
+        separator_id=tokenizer.eos_token_id if separates else None,
+        mask_first_token=packing.mask_first_token,
+        attention_cost=attention_cost,
+    )
+
+
+def check_tokens(store: TokenStore, vocab_size: int) -> None:
+    """Refuse tokens that only one of the models knows.
+
+    Raises:
+        DataError: names the first sample that holds one.
+    """
+    largest = int(store.ids.max(initial=0))
+    if largest < vocab_size:
+        return
+    position = int(np.flatnonzero(store.ids >= vocab_size)[0])
+    sample = int(np.searchsorted(store.offsets, position, side="right")) - 1
+    raise DataError(
+        f"{store.sample_id(sample)} holds token {int(store.ids[position])}, but the models share "
+        f"the first {vocab_size} only (loss.vocab_size); leave such samples out"
+    )
+
+
+def _shared_store(
+    config: DistillConfig, sources: list[str], tokenizer: Any, world: World, name: str
+) -> TokenStore:
+    """Samples tokenized by rank 0; other ranks map them from the run's folder."""
+    made: dict[str, TokenStore] = {}
+
+    def make() -> Path | None:
+        store = _tokenize(config, sources, tokenizer, draw=name == "train")
+        made["store"] = store
+        if world.world_size == 1:
+            return None
+        folder = Path(config.output_dir) / "tokens" / f"{name}-{store.fingerprint[:16]}"
+        if not folder.exists():
+            store.save(folder)
+        return folder
+
+    folder = from_main(make)
+    with together():
+        return made.get("store") or TokenStore.load(folder)
+
+
+def _tokenize(
+    config: DistillConfig, sources: list[str], tokenizer: Any, *, draw: bool
+) -> TokenStore:
+    data = config.data
+    template = None
+    if data.chat_template is not None:
+        try:
+            template = Path(data.chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(
+                f"data.chat_template {data.chat_template}: cannot be read ({error})"
+            ) from error
+    store, _ = load_texts(
+        sources,
+        TextEncoder(tokenizer, supervise=data.supervise, chat_template=template),
+        split=data.split,
+        bad_rows=data.bad_rows,
+        max_samples=data.max_samples if draw else None,
+        streaming=data.streaming and draw,
+        shuffle_seed=data.stream_shuffle_seed,
+        shuffle_buffer=data.stream_shuffle_buffer,
+    )
+    return store
+
+
+def eval_rows(plan: PackPlan) -> NDArray[np.int64]:
+    """All rows of a held-out plan, in order."""
+    return np.arange(plan.num_rows, dtype=np.int64)

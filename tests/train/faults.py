@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from pixelrag.models.preprocess import Preprocessor
 from pixelrag.train import contrastive, loop
 
 Task = contrastive.ContrastiveTask
@@ -66,13 +67,8 @@ def kill_before_last_export(payload: dict[str, Any]) -> None:
 
 
 def kill_in_export(payload: dict[str, Any]) -> None:
-    """SIGKILL to rank 0 while `best/` is half-written."""
-    from pixelrag.export import hf
-
-    def die(*_: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    hf._sync = die
+    """SIGKILL to rank 0 when the weights of `best/` are written and its tokenizer is not."""
+    _before(Preprocessor, "save", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def signal_self(payload: dict[str, Any]) -> None:

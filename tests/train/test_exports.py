@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +200,8 @@ def test_a_kill_in_the_middle_of_an_export_leaves_no_half_folder(tmp_path, base,
         "checkpoint": {"every_steps": 1},
     }
     arguments = command(tmp_path, merged(base, settings))
-    nursery.run(arguments, setup="tests.train.faults:kill_in_export", payload={})
+    killed = nursery.run(arguments, setup="tests.train.faults:kill_in_export", payload={})
+    assert killed.codes == [-signal.SIGKILL]
     assert not (tmp_path / "run" / "best").exists()
     nursery.run(arguments).check()
     names = sorted(os.listdir(tmp_path / "run"))

@@ -92,7 +92,27 @@ class FSDP2Engine(Engine):
         self.module.set_is_last_backward(last)
         if self.resident:
             self.module.set_reshard_after_backward(last)
+        if last:
+            self._widen_first_uses()
         loss.backward()
+
+    def _widen_first_uses(self) -> None:
+        """Give fp32 zeros to parameters that this step's last chunk may be the first to use.
+
+        FSDP2 keeps the chunks' sum in fp32 but reduces the last chunk's own gradient as autograd
+        made it; a unit that holds both kinds fails with "expects uniform gradient dtype"
+        (github.com/pytorch/pytorch/issues/196996).
+        """
+        for unit in self._units:
+            for group in unit._get_fsdp_state()._fsdp_param_groups:
+                if all(p.unsharded_accumulated_grad is None for p in group.fsdp_params):
+                    continue
+                for parameter in group.fsdp_params:
+                    missing = parameter.unsharded_accumulated_grad is None
+                    if missing and parameter.sharded_param.requires_grad:
+                        parameter.unsharded_accumulated_grad = torch.zeros_like(
+                            parameter._unsharded_param, dtype=parameter.reduce_dtype
+                        )
 
     def _step(self, max_norm):
         self._reshard()

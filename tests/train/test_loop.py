@@ -3,10 +3,18 @@
 import json
 import math
 import re
+from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
+from pixelrag.config.parts import ModelConfig, OptimConfig
+from pixelrag.data.sampler import GlobalBatchSampler
+from pixelrag.data.schema import Document
+from pixelrag.models import load_embedder
+from pixelrag.train.optimizer import adamw
 from tests.train import nursery
 from tests.train.material import command, lines_of, merged, series, text_rows, write_jsonl
 
@@ -64,6 +72,39 @@ def test_what_a_run_leaves(run, shelf):
     assert ended.outputs[1] == ""
 
 
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_the_first_step_is_that_of_a_plain_full_batch(run, shelf, nproc):
+    """One row at a time in float64, the whole batch in one graph, hard negatives of any number."""
+    folder, _ = run("first", {"batch": {"per_device_batch_size": 8 // nproc}}, nproc=nproc)
+    loss, accuracy, norm = _plain_step(shelf, GlobalBatchSampler(26, 8).global_batch(0))
+    first = lines_of(folder)[0]
+    assert first["train/loss"] == pytest.approx(loss, rel=1e-5)
+    assert first["train/accuracy"] == pytest.approx(accuracy)
+    assert first["train/grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def _plain_step(shelf: Path, indices: Iterable[int]) -> tuple[float, float, float]:
+    """Loss, accuracy and gradient norm of the untrained model on these rows of train.jsonl."""
+    model = ModelConfig(name_or_path=str(shelf / "bert"))
+    embedder, preprocessor = load_embedder(model, dtype=torch.float64)
+    log_scale = torch.tensor(math.log(1 / 0.07), dtype=torch.float64, requires_grad=True)
+    lines = (shelf / "train.jsonl").read_text().splitlines()
+    rows = [json.loads(lines[index]) for index in indices]
+    texts = [text for row in rows for text in (row["passage"], *row.get("neg_passages", []))]
+    assert len(texts) > len(rows), "no hard negative among these rows"
+    query = torch.cat([embedder(**preprocessor.queries([row["query"]])) for row in rows])
+    documents = [Document.of_text(text) for text in texts]
+    passage = torch.cat([embedder(**preprocessor.documents([text])) for text in documents])
+    logits = query @ passage.T * log_scale.exp()
+    target = torch.tensor([texts.index(row["passage"]) for row in rows])
+    loss = torch.nn.functional.cross_entropy(logits, target)
+    loss.backward()
+    gradients = [p.grad for p in (*embedder.parameters(), log_scale) if p.grad is not None]
+    norm = sum(float(gradient.square().sum()) for gradient in gradients) ** 0.5
+    loss = loss.detach()
+    return float(loss), float((logits.argmax(1) == target).double().mean()), norm
+
+
 def test_a_line_is_the_mean_of_its_steps(run):
     each, _ = run("each", {"logging": {"every_steps": 1}})
     pairs, _ = run("pairs", {"logging": {"every_steps": 2}})
@@ -89,6 +130,17 @@ def test_a_line_is_the_mean_of_its_steps(run):
 def test_learning_rates(run, optim, expected):
     folder, _ = run("rates", {"optim": {**optim, "max_steps": 6, "learning_rate": 2e-4}})
     assert series(folder, "train/lr") == pytest.approx([2e-4 * x for x in expected], rel=1e-12)
+
+
+def test_weight_decay_spares_vectors():
+    """Norms, biases and the temperature are not pulled to zero."""
+    parameters = [(str(n), torch.nn.Parameter(torch.ones([2] * n))) for n in (1, 2, 3)]
+    optimizer = adamw(OptimConfig(learning_rate=1e-9, weight_decay=1e8))(parameters)
+    for _, parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    values = [float(parameter.detach().mean()) for _, parameter in parameters]
+    assert values == pytest.approx([1.0, 0.9, 0.9])
 
 
 def test_the_learning_rate_acts(run):

@@ -225,6 +225,9 @@ class Reference:
         self.model = start
         self.named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         self.optimizer = optimizer(self.named)
+        # The temperature's gradient is a sum of shares of both signs, which may cancel to nearly
+        # nothing; its rounding goes with the sum of their sizes, which is collected here.
+        self.temperature_terms = 0.0
         self.initial = {n: tensor.clone() for n, tensor in self.weights().items()}
 
     def loss(
@@ -255,6 +258,10 @@ class Reference:
         scale = log_scale.clamp(0.0, math.log(100.0)).exp()
         logits_BN = scale * torch.cat(queries) @ torch.cat(documents).T
         positive_B1 = torch.cat(positives)[:, None]
+        with torch.no_grad():
+            mean_B = (logits_BN.softmax(1) * logits_BN).sum(1)
+            shares_B = mean_B - logits_BN.gather(1, positive_B1)[:, 0]
+            self.temperature_terms += float(shares_B.abs().mean())
         return (logits_BN.logsumexp(1) - logits_BN.gather(1, positive_B1)[:, 0]).mean()
 
     def backward(self, loss: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -277,6 +284,7 @@ class Reference:
                 parameter.grad.mul_(max_norm / (norm + 1e-6))
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self.temperature_terms = 0.0
         return float(norm)
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:

@@ -178,9 +178,9 @@ def run_trial(world: World, overrides: dict[str, Any]) -> dict[str, Any]:
     """Train ``steps`` steps; return the errors against the reference (on rank 0) and a probe.
 
     Keys, each the worst over the steps: ``gradient`` (relative L2 error), ``norm_ratio``
-    (|ratio - 1|), ``temperature`` (relative error of its gradient), ``loss`` and ``norm``
-    (relative), and after the last step ``weights`` (error over the length of the way that the
-    weights went), ``exp_avg`` and ``exp_avg_sq`` (relative). ``probe`` is every rank's own.
+    (|ratio - 1|), ``temperature`` (error of its gradient over the size of its terms), ``loss``
+    and ``norm`` (relative); after the last step ``weights`` (error over the length of the way that
+    the weights went), ``exp_avg`` and ``exp_avg_sq`` (relative). ``probe`` is every rank's own.
     """
     case = DEFAULTS | overrides
     unknown = overrides.keys() - DEFAULTS.keys()
@@ -222,20 +222,22 @@ def one_step(
         expected_losses.append(expected.item())
     errors = {"loss": max(abs(a / b - 1) for a, b in zip(losses, expected_losses, strict=True))}
     if case["gradients"]:
-        errors |= gradient_errors(engine.gradients(), gradients)
+        errors |= gradient_errors(
+            engine.gradients(), gradients, reference.temperature_terms / count
+        )
     norm, expected_norm = engine.step(case["max_norm"]), reference.step(case["max_norm"])
     return errors | {"norm": abs(norm / expected_norm - 1)}
 
 
 def gradient_errors(
-    got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+    got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], temperature_terms: float
 ) -> dict[str, float]:
     """Errors of one step's gradients."""
     name = "logit_scale.log_scale"
     return {
         "gradient": relative_error(got, expected),
         "norm_ratio": abs(norm_ratio(got, expected) - 1),
-        "temperature": relative_error({name: got[name]}, {name: expected[name]}),
+        "temperature": abs(got[name].item() - expected[name].item()) / temperature_terms,
     }
 
 

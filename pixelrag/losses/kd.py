@@ -213,11 +213,16 @@ class _Distill(torch.autograd.Function):
 
 
 def _scaled(gradient: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    # On CUDA the comparison would wait for the device, and the product costs nothing.
-    if gradient.dtype == dtype and scale.device.type == "cpu" and float(scale) == 1:
-        return gradient
-    # Not in place: a second backward must find what the first one found. Rounds once.
-    return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=dtype))
+    if gradient.dtype == dtype:
+        # On CUDA the comparison would wait for the device, and the product costs nothing.
+        unscaled = scale.device.type == "cpu" and float(scale) == 1
+        return gradient if unscaled else gradient * scale
+    # Not in place: a second backward must find what the first one found. In blocks, because on the
+    # CPU the product is made in the wider dtype first.
+    scaled = torch.empty_like(gradient, dtype=dtype)
+    for part, source in zip(scaled.split(1024), gradient.split(1024), strict=True):
+        part.copy_(source * scale)
+    return scaled
 
 
 def _run(call: _Call) -> tuple[Blocks, tuple[torch.Tensor | None, ...]]:

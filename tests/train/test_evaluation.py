@@ -103,11 +103,14 @@ def _naive(folder: Path, eval_file: Path, corpus_file: Path | None) -> dict[str,
 
 @pytest.mark.parametrize("with_corpus", [False, True])
 def test_text_figures_are_those_of_a_plain_computation(evaluated, shelf, tmp_path, with_corpus):
-    eval_file, corpus = shelf / "eval.jsonl", None
+    eval_file, corpus = tmp_path / "eval.jsonl", None
+    rows = text_rows(9, first=40)
+    for row in rows[::2]:  # a negative that would win, were it searched
+        row["neg_passages"] = [row["query"]]
+    write_jsonl(eval_file, rows)
     settings = {"data": {"eval": str(eval_file)}, "eval": {"batch_size": 4}}
     if with_corpus:
-        held_out = [json.loads(line)["passage"] for line in eval_file.read_text().splitlines()]
-        texts = held_out + [row["passage"] for row in text_rows(26)]
+        texts = [row["passage"] for row in rows + text_rows(26)]
         corpus = tmp_path / "corpus.jsonl"
         write_jsonl(corpus, [{"id": str(i), "text": text} for i, text in enumerate(texts)])
         settings["eval"]["corpus"] = str(corpus)
@@ -130,8 +133,10 @@ def test_pictures_and_texts_in_one_corpus(evaluated, vision, shelf):
 
 @pytest.mark.parametrize("engine", ["ddp", "zero3", "fsdp2"])
 def test_sharded_engines_with_an_odd_number_of_batches(evaluated, vision, engine):
-    """22 documents in batches of 3 are 8 calls; in batches of 8 they are 3, one rank idle."""
+    """22 documents in batches of 8 are 3 calls: one rank has pictures to repeat, one has texts."""
     batches = {"eval": {"batch_size": 8}, "engine": {"name": engine}}
+    if engine != "ddp":
+        batches["engine"]["params"] = "sharded"  # each forward gathers, in step with the others
     _, two = evaluated(engine, vision, batches, nproc=2)
     _, alone = evaluated("alone", vision)
     assert two == pytest.approx(alone, rel=1e-4)

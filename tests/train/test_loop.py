@@ -219,14 +219,17 @@ def test_unequal_last_batches(run, tmp_path):
             assert series(three, name) == pytest.approx(expected, rel=2e-5, abs=1e-6), name
 
 
-def test_dropout_draws_anew_each_step_and_on_each_rank(run, shelf, tmp_path):
-    """With a learning rate of nothing and one batch, only dropout tells two steps apart."""
+def test_dropout_draws_anew_each_step_and_for_each_seed(run, shelf, tmp_path):
+    """At a learning rate of nothing, on one batch whose rows have a fixed order, by length."""
+    rows = [{"query": "sort " * n, "passage": "list " * n} for n in range(1, 5)]
     settings = {
         "model": {"name_or_path": str(shelf / "bert_dropout")},
-        "data": {"train": write_jsonl(tmp_path / "four.jsonl", text_rows(4, negatives=0))},
+        "data": {"train": write_jsonl(tmp_path / "four.jsonl", rows)},
         "batch": {"per_device_batch_size": 4},
         "optim": {"learning_rate": 1e-30, "max_steps": 3},
     }
+    without, _ = run("without", settings, {"model": {"name_or_path": str(shelf / "bert")}})
+    assert len(set(series(without, "train/loss"))) == 1, "something else than dropout differs"
     folder, _ = run("dropout", settings)
     losses = series(folder, "train/loss")
     assert len(set(losses)) == 3
@@ -234,6 +237,19 @@ def test_dropout_draws_anew_each_step_and_on_each_rank(run, shelf, tmp_path):
     assert series(again, "train/loss") == losses
     other, _ = run("other", settings, {"seed": 2**32 - 1})
     assert not set(series(other, "train/loss")) & set(losses)
+
+
+def test_dropout_differs_between_ranks(run, shelf, tmp_path):
+    """Two equal rows, one a rank: equal draws would give equal vectors, and a loss of ln 2."""
+    rows = [{"query": "sort", "passage": "list"}] * 2
+    settings = {
+        "model": {"name_or_path": str(shelf / "bert_dropout")},
+        "data": {"train": write_jsonl(tmp_path / "two.jsonl", rows)},
+        "batch": {"per_device_batch_size": 1},
+        "optim": {"max_steps": 1, "warmup_steps": 0},
+    }
+    folder, _ = run("ranks", settings, nproc=2)
+    assert abs(series(folder, "train/loss")[0] - math.log(2)) > 1e-3
 
 
 def test_rows_with_faults_are_skipped_when_told_to(run, tmp_path):

@@ -71,9 +71,12 @@ def run_cases(
     return Results(by_rank)
 
 
-def run_alone(function: str, cases: dict[str, dict[str, Any]]) -> Results:
+def run_alone(
+    function: str, cases: dict[str, dict[str, Any]], *, env: dict[str, str] | None = None
+) -> Results:
     """The same in one process that no launcher started."""
-    environment = {k: v for k, v in os.environ.items() if k not in _LAUNCHER} | _variables()
+    environment = {k: v for k, v in os.environ.items() if k not in _LAUNCHER}
+    environment |= _variables() | (env or {})
     done = subprocess.run(
         [sys.executable, "-c", "from tests.distributed.harness import _alone; _alone()"],
         input=json.dumps({"function": function, "cases": cases}),

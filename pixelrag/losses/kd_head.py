@@ -59,10 +59,12 @@ class Head:
     soft_cap: float | None = None
 
     def __post_init__(self) -> None:
-        if self.weight_VH.dim() != 2:
+        sharded = hasattr(self.weight_VH, "full_tensor")  # FSDP2; ZeRO-3's are empty
+        if sharded or self.weight_VH.dim() != 2:
             raise ModelError(
-                f"lm_head weight: got shape {list(self.weight_VH.shape)}, expected [rows, hidden]; "
-                "a sharded weight must be gathered: compute the loss inside the wrapped forward"
+                f"lm_head weight: got {'a shard of ' if sharded else ''}shape "
+                f"{list(self.weight_VH.shape)}, expected the whole of [rows, hidden]; a sharded "
+                "weight must be gathered: compute the loss inside the wrapped forward"
             )
         rows, width = self.weight_VH.shape
         if self.bias_V is not None and self.bias_V.shape != (rows,):

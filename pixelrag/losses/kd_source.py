@@ -75,6 +75,10 @@ class Logits:
 class TopK:
     """A teacher as its likeliest tokens, e.g. from a cache on disk.
 
+    The divergence is over these tokens, and all others as one more outcome unless the objective's
+    ``tail`` drops them; its ``top_k`` has no say. A cache cannot tell how the teacher's tail is
+    shared out among its tokens: with k = 8 of 151,936 that is all it knows of 151,928 of them.
+
     Args:
         ids_TK: [T, K] int64, distinct in each row.
         log_probs_TK: [T, K] their log-probabilities at the objective's temperature over the whole

@@ -314,6 +314,10 @@ def test_shapes_are_checked():
     weight = torch.zeros(8, 4)
     with pytest.raises(ModelError, match=r"got shape \[0\].*gathered"):
         Head(torch.zeros(0))
+    sharded = torch.zeros(8, 4)
+    sharded.full_tensor = lambda: weight
+    with pytest.raises(ModelError, match=r"a shard of shape \[8, 4\].*inside the wrapped forward"):
+        Head(sharded)
     with pytest.raises(ModelError, match=r"bias: got shape \[7\], expected \[8\]"):
         Head(weight, torch.zeros(7))
     with pytest.raises(ModelError, match=r"A \[2, 5\] and B \[8, 2\], expected \[r, 4\]"):

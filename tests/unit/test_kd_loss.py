@@ -1,7 +1,7 @@
 """The distillation loss and its gradients against float64 autograd over whole logits."""
 
 from dataclasses import replace
-from itertools import product
+from itertools import cycle, product
 from typing import get_args
 
 import pytest
@@ -47,13 +47,12 @@ def assert_equal_to_naive(student, teacher, labels, objective, *, error=1e-11, *
 @pytest.mark.parametrize("restriction", [None, (7, "bucket"), (7, "renormalise"), (90, "bucket")])
 def test_value_and_gradients_of_every_kind(kind, restriction):
     k, tail = restriction or (None, "bucket")
-    for temperature, weight, cap, chunk in product(
-        (1.0, 2.0, 3.3), (0.0, 0.3, 1.0), (None, 3.0), (1, 7, 1000)
-    ):
+    chunks = cycle((1, 7, 1000, 8, 3))
+    for temperature, weight, cap in product((1.0, 2.0, 3.3), (0.0, 0.3, 1.0), (None, 3.0)):
         objective = Objective(kind, temperature, weight, beta=0.3, top_k=k, tail=tail)
         student, teacher, labels = make_models(soft_cap=cap, logit_scale=1.3)
         assert trained(student).keys() == {"hidden", "weight", "bias", "a", "b"}
-        assert_equal_to_naive(student, teacher, masked(labels), objective, chunk_size=chunk)
+        assert_equal_to_naive(student, teacher, masked(labels), objective, chunk_size=next(chunks))
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 1000, "auto"])

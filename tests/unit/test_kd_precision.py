@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
-from pixelrag.losses import kd_blocks, kd_chunk
+from pixelrag.losses import kd_blocks, kd_chunk, kd_head
 from pixelrag.losses.kd import Head, Logits, Objective, Projected, distill_loss
 from pixelrag.losses.kd_chunk import choose_chunk_size, free_memory
 from tests.unit.kd_reference import assert_close, double, gradients, make_models, naive
@@ -106,7 +106,7 @@ def test_a_compiled_kernel_gives_the_same_loss(monkeypatch, caplog):
     """On the eager backend: what is tested is that the kernel can be traced whole."""
     real = torch.compile
     monkeypatch.setattr(
-        torch, "compile", lambda f, **k: real(f, backend="aot_eager", fullgraph=True, **k)
+        torch, "compile", lambda f, **k: real(f, backend="eager", fullgraph=True, **k)
     )
     kd_blocks._compiled_kernel.cache_clear()
     student, teacher, labels = make_models(soft_cap=3.0)
@@ -175,6 +175,44 @@ def test_free_memory_is_what_the_machine_says(monkeypatch, tmp_path):
     monkeypatch.setattr(kd_chunk, "_cgroup_left", lambda: 12345)
     assert free_memory(torch.device("cpu")) == 12345
     assert math.isfinite(free)
+
+
+def test_the_products_of_cuda_are_called_as_cuda_wants_them(monkeypatch):
+    """PyTorch has products of bf16 factors with an fp32 output on CUDA alone; here they are played.
+
+    The stand-ins refuse what the real ones refuse: factors of unlike dtypes, other outputs.
+    """
+    calls = []
+
+    def checked(a, b, out_dtype, out):
+        assert a.dtype == b.dtype == torch.bfloat16
+        assert out_dtype == out.dtype == torch.float32
+        calls.append(tuple(out.shape))
+        return a.float(), b.float()
+
+    def mm(a, b, *, out_dtype=None, out=None):
+        if out_dtype is None:
+            return real_mm(a, b, out=out)
+        a, b = checked(a, b, out_dtype, out)
+        return real_mm(a, b, out=out)
+
+    def addmm(total, a, b, *, out_dtype, out, alpha=1.0):
+        assert total is out
+        a, b = checked(a, b, out_dtype, out)
+        return out.addmm_(a, b, alpha=alpha)
+
+    def widens(x, w, dtype):
+        return dtype == torch.float32 and x.dtype == w.dtype == torch.bfloat16
+
+    real_mm = torch.mm
+    objective = Objective("forward_kl", 2.0, 0.0)
+    models = close_models(0.2)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "mm", mm)
+        patch.setattr(torch, "addmm", addmm)
+        patch.setattr(kd_head, "_widens", widens)
+        assert error_of(*models, objective, chunk_size=20) < 3e-3
+    assert {(20, VOCAB), (8, VOCAB), (VOCAB, WIDTH), (20, WIDTH), (8, WIDTH)} == set(calls)
 
 
 @pytest.mark.gpu

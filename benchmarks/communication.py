@@ -92,8 +92,8 @@ def measure(world: World, payload: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         world: this process's place.
-        payload: ``case`` (fields of `Case`), ``chunks`` (of a step, even), ``warmup`` and
-            ``steps`` (measured), ``interface`` (whose sent bytes to read, or None).
+        payload: ``case`` (fields of `Case`), ``chunks`` (of a step, even), ``warmup``,
+            ``steps`` (measured), and ``interface`` (whose sent bytes to read, or None).
 
     Returns:
         ``seconds`` and ``cpu_seconds`` of each measured step, ``sent_mib`` a step as the kernel

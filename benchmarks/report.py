@@ -1,0 +1,133 @@
+"""Turns the JSONL files of a run into the tables of `benchmarks/results/summary.md`.
+
+    python -m benchmarks.report
+
+Every figure there is one that a file holds; nothing is typed by hand.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import RESULTS
+
+Rows = list[dict[str, Any]]
+
+
+def read(path: Path) -> Rows:
+    """The objects of a result file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def of_kind(rows: Rows, kind: str) -> Rows:
+    """The rows of one kind."""
+    return [row for row in rows if row["kind"] == kind]
+
+
+def table(head: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
+    """A markdown table, its first column to the left and the others to the right."""
+    rule = ["---"] + ["---:"] * (len(head) - 1)
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in [head, rule, *lines])
+
+
+def _percentiles(values: dict[str, float]) -> str:
+    return f"{values['p50']:.3g} ({values['p20']:.3g} to {values['p80']:.3g})"
+
+
+def conditions(rows: Rows) -> str:
+    """One paragraph: what ran, where, and how busy the machine was."""
+    (head,) = of_kind(rows, "environment")
+    versions = ", ".join(f"{name} {v}" for name, v in head["versions"].items() if v)
+    busy = ""
+    if head["load_average_1min"] > 0.5:
+        busy = " **Other work was running**: trust ratios and processor seconds, not the clock."
+    return (
+        f"`python -m {head['command']}`, {head['date']}, {head['cpu']} with {head['cores']} cores, "
+        f"{head['threads']} torch thread(s) a process; {versions}. Load average at the start: "
+        f"{head['load_average_1min']}.{busy}"
+    )
+
+
+def gradcache_cost(rows: Rows) -> str:
+    """Times and memory of `benchmarks.gradcache_cost`."""
+    times = [
+        (
+            row["way"],
+            row["batch"],
+            _percentiles(row["seconds"]),
+            _percentiles(row["cpu_seconds"]),
+            _percentiles(row["gradcache_over_this"]["wall"]),
+            _percentiles(row["gradcache_over_this"]["cpu"]),
+        )
+        for row in of_kind(rows, "time")
+    ]
+    memory = [
+        (row["way"], row["batch"], row["above_base_mib"], row["peak_mib"])
+        for row in of_kind(rows, "memory")
+    ]
+    head = ("way", "batch", "seconds", "cpu seconds", "gradcache / this", "the same, cpu")
+    return "\n\n".join(
+        [table(head, times), table(("way", "batch", "MiB above base", "peak MiB"), memory)]
+    )
+
+
+def peers(rows: Rows) -> str:
+    """Times and memory of `benchmarks.peers`."""
+    memory = {row["candidate"]: row for row in of_kind(rows, "memory")}
+    lines = [
+        (
+            row["candidate"],
+            _percentiles(row["seconds"]),
+            _percentiles(row["cpu_seconds"]),
+            _percentiles(row["ours_over_this"]["wall"]),
+            _percentiles(row["ours_over_this"]["cpu"]),
+            memory[row["candidate"]]["above_base_mib"],
+            memory[row["candidate"]]["peak_mib"],
+            f"{row['gradient_error']:.0e}",
+        )
+        for row in of_kind(rows, "time")
+    ]
+    head = ("candidate", "seconds", "cpu seconds", "ours / this", "the same, cpu")
+    return table((*head, "MiB above base", "peak MiB", "gradient error"), lines)
+
+
+def communication(rows: Rows) -> str:
+    """Steps over the slow link, and how many times faster the deferred ones are."""
+    lines = [
+        (
+            f"{row['engine']} {row['grad_sync']} {row['params']}",
+            _percentiles(row["seconds"]),
+            _percentiles(row["cpu_seconds"]),
+            row["wire_mib"],
+            row["sent_mib"],
+        )
+        for row in of_kind(rows, "case")
+    ]
+    gains = [(row["fast"], row["slow"], row["times"]) for row in of_kind(rows, "speed-up")]
+    head = ("case", "seconds", "cpu seconds", "MiB to send", "MiB sent")
+    return "\n\n".join([table(head, lines), table(("case", "over", "times faster"), gains)])
+
+
+SECTIONS: dict[str, Callable[[Rows], str]] = {
+    "gradcache_cost": gradcache_cost,
+    "peers": peers,
+    "communication": communication,
+}
+
+
+def summary(folder: Path) -> str:
+    """The whole page, from those files that are there."""
+    parts = ["# Measured", "Medians, with the 20th and 80th percentile."]
+    for name, section in SECTIONS.items():
+        path = folder / f"{name}.jsonl"
+        if path.exists():
+            rows = read(path)
+            parts += [f"## {name}", conditions(rows), section(rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    (RESULTS / "summary.md").write_text(summary(RESULTS), encoding="utf-8")

@@ -189,6 +189,12 @@ def _loss_conflicts(config: DistillConfig) -> Iterator[Conflict]:
                 got=f"loss.{name} {value} without {needs[name]}, which alone uses it",
                 remedy=f"leave loss.{name} out, or set {needs[name]}",
             )
+    if cached and loss.top_k is not None:
+        yield Conflict(
+            ("loss.top_k", "teacher.source"),
+            got=f"loss.top_k {loss.top_k} with teacher.source cache",
+            remedy="leave loss.top_k out: the cache was written with its own k",
+        )
     if loss.implementation == "logits" and config.teacher.source != "live":
         yield Conflict(
             ("loss.implementation", "teacher.source"),

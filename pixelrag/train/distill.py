@@ -147,7 +147,7 @@ class DistillTask:
         if checkpoint is not None:
             with together():
                 load_optimizer(checkpoint, self.engine)
-        self.teacher: TeacherSource = open_teacher(config, world, contract)
+        self.teacher: TeacherSource = open_teacher(config, world, contract, data)
         self._meter = _FlopMeter(config, world, shape, self.teacher, contract.vocab_size)
         self._self_test(contract.vocab_size)
         self._evaluator = None

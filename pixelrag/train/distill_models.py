@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from pixelrag.config.distill import DistillConfig
 from pixelrag.distributed.env import World
-from pixelrag.errors import ModelError
+from pixelrag.distributed.together import together
+from pixelrag.errors import ModelError, ProvenanceError
+from pixelrag.models.answer_cache import CachedTeacher, Manifest
 from pixelrag.models.causal_load import load_config, student_source, teacher_source
 from pixelrag.models.teacher import TeacherSource, load_teacher
-from pixelrag.models.vocabulary import read_vocabulary, shared_size
+from pixelrag.models.teacher_channel import RemoteTeacher
+from pixelrag.models.vocabulary import Vocabulary, read_vocabulary, shared_size
+from pixelrag.train.distill_data import DistillData
 from pixelrag.train.flops import attention_cost
 
 
@@ -56,18 +63,74 @@ def agree_on_models(config: DistillConfig, tokenizer: Any) -> Contract:
         _check_length(config, teacher_config, "teacher")
         size = shared_size(student, teacher, config.loss.vocab_size)
     else:
-        raise NotImplementedError
+        size = _size_of_answers(config, student)
     return Contract(size, student.fingerprint(size), attention_cost(student_config, teacher_config))
 
 
-def open_teacher(config: DistillConfig, world: World, contract: Contract) -> TeacherSource:
-    """The teacher that the configuration names; a collective."""
-    return load_teacher(
-        config.teacher,
-        world,
-        precision=config.engine.precision,
-        whole_logits=config.loss.implementation == "logits",
-    )
+def _size_of_answers(config: DistillConfig, student: Vocabulary) -> int:
+    """Real tokens of answers whose teacher does not run here; their vocabulary is compared."""
+    path = config.teacher.path
+    if config.teacher.source == "remote":
+        with RemoteTeacher(path, torch.device("cpu")) as remote:
+            greeting = remote.greeting
+    else:
+        greeting = Manifest.read(Path(path))
+    size = greeting.vocab_size if config.loss.vocab_size is None else config.loss.vocab_size
+    if size != greeting.vocab_size or (config.loss.vocab_size is None and student.size != size):
+        raise ModelError(
+            f"vocabulary: the student {student.name} has {student.size} tokens, loss.vocab_size "
+            f"is {config.loss.vocab_size or 'not set'}, and the answers of {greeting.teacher} at "
+            f"{path} are over {greeting.vocab_size}; they must be as many"
+        )
+    if student.fingerprint(size) != greeting.vocabulary:
+        raise ModelError(
+            f"vocabulary: below id {size}, the student {student.name} has other tokens than the "
+            f"teacher {greeting.teacher} whose answers lie at {path}; choose models of one family"
+        )
+    return size
+
+
+def open_teacher(
+    config: DistillConfig, world: World, contract: Contract, data: DistillData
+) -> TeacherSource:
+    """The teacher that the configuration names; a collective.
+
+    Raises:
+        ModelError: a live teacher does not load.
+        ProvenanceError: a cache or a remote teacher is of something else.
+    """
+    teacher = config.teacher
+    if teacher.source == "live":
+        return load_teacher(
+            teacher,
+            world,
+            precision=config.engine.precision,
+            whole_logits=config.loss.implementation == "logits",
+        )
+    with together():
+        if teacher.source == "remote":
+            remote = RemoteTeacher(teacher.path, world.device)
+            if config.packing.attention == "isolated" and not remote.greeting.isolated:
+                raise ProvenanceError(
+                    f"the teacher at {teacher.path} was started for concatenated rows and has not "
+                    "been tried with isolated ones; start it with packing.attention isolated"
+                )
+            return remote
+        folder = Path(teacher.path)
+        cached = CachedTeacher(folder, world.device)
+        plans = [plan for plan in (data.train, data.held_out) if plan is not None]
+        expected = {
+            "kind": "top_k" if teacher.source == "cache" else "hidden_states",
+            "vocab_size": contract.vocab_size,
+            "vocabulary": contract.vocabulary,
+            "max_length": config.packing.length,
+            "overlong": config.packing.overlong,
+            "data": tuple(plan.store.fingerprint for plan in plans),
+        }
+        if teacher.source == "cache":
+            expected["temperature"] = config.loss.temperature
+        cached.manifest.check(folder, expected)
+        return cached
 
 
 def _check_length(config: DistillConfig, model_config: object, name: str) -> None:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from pixelrag.config.base import load
 from pixelrag.config.distill import DistillConfig
+from pixelrag.config.distill_parts import TeacherConfig
 from pixelrag.distributed.collectives import from_main
 from pixelrag.distributed.env import World
 
@@ -39,7 +44,9 @@ def run(world: World, case: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         world: this process's place.
-        case: `folder` of the material, `name` of the run, `student` and further `flags`.
+        case: `folder` of the material, `name` of the run, `student` and further `flags`; `cache`,
+            arguments of a cache to write first and to learn from; or `serve`, a codec in which a
+            thread serves the teacher.
     """
     from pixelrag.train.distill import train
 
@@ -63,10 +70,43 @@ def run(world: World, case: dict[str, Any]) -> dict[str, Any]:
         "--engine.device=cpu",
     ]
     config, _ = load(DistillConfig, [*defaults, *case.get("flags", [])])
+    server = None
+    if "cache" in case:
+        config = _cached(config, world, folder / f"cache-{case['name']}", case["cache"])
+    if "serve" in case:
+        config, server = _served(config, world, case["serve"])
     train(config, world)
+    if server is not None:
+        server.close()
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "train/loss" in line]
     names = ("train/loss", "train/ce_loss", "train/kd_loss", "train/grad_norm")
     found = {name: [line[name] for line in steps] for name in names}
     held_out = next(line for line in reversed(lines) if "eval/loss" in line)
     return found | {name: [value] for name, value in held_out.items() if name != "step"}
+
+
+def _cached(
+    config: DistillConfig, world: World, folder: Path, arguments: dict[str, Any]
+) -> DistillConfig:
+    from pixelrag.train.cache_answers import write
+
+    from_main(lambda: shutil.rmtree(folder, ignore_errors=True))
+    write(config, world, folder, **arguments)
+    source = "cache" if arguments["kind"] == "top_k" else "hidden_states"
+    return config.model_copy(update={"teacher": TeacherConfig(source=source, path=str(folder))})
+
+
+def _served(config: DistillConfig, world: World, codec: str) -> tuple[DistillConfig, Any]:
+    from pixelrag.train.serve_teacher import build_server
+
+    # A path of its own: that of a Unix socket may have about a hundred characters.
+    address = from_main(lambda: str(Path(tempfile.mkdtemp()) / "teacher"))
+    server = None
+    if world.rank == 0:
+        server = build_server(config, World(0, 1, 0, world.device), address, codec)
+        threading.Thread(target=server.serve, daemon=True).start()
+    dist.barrier()
+    return config.model_copy(
+        update={"teacher": TeacherConfig(source="remote", path=address)}
+    ), server

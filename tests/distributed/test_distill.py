@@ -10,6 +10,7 @@ from tests.distributed.harness import Results, run_alone, run_cases
 pytestmark = pytest.mark.distributed
 
 ENGINES = ("ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2")
+SHARDING = ("zero2", "zero3", "fsdp2")
 LORA = ["--lora.enabled=true", "--lora.dropout=0", "--lora.target_modules=[q_proj, lm_head]"]
 UNPACKED = ["--packing.enabled=false"]
 # Everything in one step: 40 samples, whatever their rows.
@@ -24,6 +25,7 @@ REFERENCES = {
     "unpacked": {"flags": UNPACKED},
     "concatenated": {"flags": ["--packing.attention=concatenated"]},
     "whole": {"flags": WHOLE},
+    "bf16": {"flags": ["--engine.precision=bf16"]},
 }
 ALONE = {
     "whole:unpacked": {"flags": [*WHOLE, *UNPACKED]},
@@ -38,6 +40,21 @@ ALONE = {
     "tied:fsdp2": {"flags": ["--engine.name=fsdp2"]},
     "tied:checkpointing": {"flags": ["--student.gradient_checkpointing=true"]},
     "tied:adamw": {"flags": ["--optim.fused=false"]},
+    # The teacher elsewhere; all 600 tokens in a top-k cache are the whole vocabulary.
+    "tied:states": {"cache": {"kind": "hidden_states", "codec": "exact"}},
+    "unpacked:states": {
+        "cache": {"kind": "hidden_states", "codec": "exact"},
+        "flags": UNPACKED,
+    },
+    "near:top_k": {"cache": {"kind": "top_k", "k": 600}},
+    "tied:remote": {"serve": "exact"},
+    "concatenated:remote": {
+        "serve": "exact",
+        "flags": ["--packing.attention=concatenated"],
+    },
+    "rough:int8_states": {"cache": {"kind": "hidden_states", "codec": "int8"}},
+    "rough:int8_remote": {"serve": "int8"},
+    "rough:bf16_teacher": {"flags": ["--teacher.precision=bf16"]},
 }
 # Two ranks; half of the accumulation makes the same global batch.
 HALF = ["--batch.gradient_accumulation_steps=1"]
@@ -48,8 +65,8 @@ PAIR = {
             **REFERENCES[kind],
             "flags": [*REFERENCES[kind].get("flags", []), *HALF, f"--engine.name={engine}"],
         }
-        for kind in ("tied", "untied", "lora")
-        for engine in ENGINES
+        for kind, engines in (("tied", ENGINES), ("untied", SHARDING), ("lora", SHARDING))
+        for engine in engines
     },
     **{
         f"{kind}:{engine}_sharded": {
@@ -75,6 +92,12 @@ PAIR = {
         "flags": ["--packing.attention=concatenated", *HALF, "--engine.name=zero3"]
     },
     "whole:ddp": {"flags": WHOLE},
+    "tied:states": {"cache": {"kind": "hidden_states", "codec": "exact"}, "flags": HALF},
+    "tied:remote": {"serve": "exact", "flags": [*HALF, "--engine.name=fsdp2"]},
+    **{
+        f"bf16:{engine}": {"flags": [*HALF, "--engine.precision=bf16", f"--engine.name={engine}"]}
+        for engine in ("zero2", "zero3", "fsdp2")
+    },
     "tied:logits_zero3": {"flags": [*HALF, "--loss.implementation=logits", "--engine.name=zero3"]},
 }
 
@@ -106,16 +129,21 @@ def pair(folder: Path) -> Results:
         "tests.distributed.distill_trials:run",
         cases,
         nproc=2,
-        timeout_seconds=280,
-        collective_timeout_seconds=60,
+        timeout_seconds=550,
+        collective_timeout_seconds=90,
     )
 
 
-def assert_equal(got: dict, expected: dict) -> None:
+def assert_equal(name: str, got: dict, results: Results) -> None:
+    """Compare with the reference that the name starts with; `near` and `rough` mean `tied`."""
+    kind = name.partition(":")[0]
+    expected = results["tied" if kind in ("near", "rough") else kind][0]
+    rounding = {"near": 20, "rough": 1000, "bf16": 3000}.get(kind, 1)
     assert got.keys() == expected.keys()
     for name, values in expected.items():
         # The first step shows the gradient; later ones what AdamW makes of its rounding.
         limits = [2e-6, 2e-4, 1e-3] if len(values) == 3 else [1e-3]
+        limits = [min(limit * rounding, 0.03) for limit in limits]
         if name == "eval/agreement":
             limits = [0.02 / max(values[0], 0.02)]
         for value, wanted, limit in zip(got[name], values, limits, strict=True):
@@ -124,15 +152,14 @@ def assert_equal(got: dict, expected: dict) -> None:
 
 @pytest.mark.parametrize("name", ALONE)
 def test_one_process(alone: Results, name: str):
-    assert_equal(alone[name][0], alone[name.partition(":")[0]][0])
+    assert_equal(name, alone[name][0], alone)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", PAIR)
 def test_two_ranks(alone: Results, pair: Results, name: str):
-    expected = alone[name.partition(":")[0]][0]
     for got in pair[name]:
-        assert_equal(got, expected)
+        assert_equal(name, got, alone)
 
 
 def test_the_references_differ_from_one_another(alone: Results):

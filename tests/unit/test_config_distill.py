@@ -111,6 +111,7 @@ def test_teachers_that_are_not_there(name: str):
         (["--loss.tail=renormalise"], "set loss.top_k"),
         (["--loss.implementation=logits", "--teacher.source=remote", "--teacher.path=s"],
          "or loss.implementation fused"),
+        (["--teacher.source=cache", "--teacher.path=c", "--loss.top_k=4"], "with its own k"),
         (["--loss.ce_weight=1"], "below 1"),
         (["--loss.chunk_size=0"], "an integer of 1 or more, or auto"),
         (["--loss.chunk_size=many"], "an integer of 1 or more, or auto"),

@@ -1,0 +1,66 @@
+"""`pixelrag teacher`: serves the teacher of a configuration to training jobs elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pixelrag.config.distill import DistillConfig
+from pixelrag.distributed.env import World, process_group, read_ranks
+from pixelrag.errors import ConfigError
+from pixelrag.models.causal_load import load_tokenizer, student_source
+from pixelrag.models.state_codec import CODECS
+from pixelrag.models.teacher import load_teacher
+from pixelrag.models.teacher_channel import Greeting, TeacherServer
+from pixelrag.train.distill_models import agree_on_models
+from pixelrag.train.job import show_log
+
+
+def main(config: DistillConfig, own: Mapping[str, str]) -> int:
+    """Serve until interrupted; returns the exit code.
+
+    Args:
+        config: the training job's configuration, with `teacher.source` live.
+        own: `listen`, a Unix socket's path or host:port; `codec`, exact (default) or int8.
+
+    Raises:
+        ConfigError: an argument is missing or out of its range, or several processes were started.
+    """
+    codec = own.get("codec", "exact")
+    if codec not in CODECS:
+        raise ConfigError(f"--codec: got {codec!r}, expected one of {', '.join(CODECS)}")
+    if not own.get("listen"):
+        raise ConfigError("--listen: got nothing, expected a socket's path or host:port")
+    if config.teacher.source != "live":
+        raise ConfigError(f"teacher.source: got {config.teacher.source}, expected live")
+    rank, world_size, _ = read_ranks()
+    if world_size > 1:
+        raise ConfigError(f"got {world_size} processes, expected one to serve a teacher")
+    show_log(rank)
+    with process_group(config.engine.device, config.engine.timeout_seconds) as world:
+        server = build_server(config, world, own["listen"], codec)
+        try:
+            server.serve()
+        finally:
+            server.close()
+    return 0
+
+
+def build_server(config: DistillConfig, world: World, address: str, codec: str) -> TeacherServer:
+    """Load and try the teacher, and listen."""
+    source = student_source(config.student)
+    tokenizer = load_tokenizer(source, trust_remote_code=config.student.trust_remote_code)
+    contract = agree_on_models(config, tokenizer)
+    teacher = load_teacher(config.teacher, world, precision=config.engine.precision)
+    isolated = config.packing.attention == "isolated"
+    teacher.self_test(contract.vocab_size, isolated=isolated)
+    greeting = Greeting(
+        teacher=config.teacher.name_or_path,
+        dtype=str(teacher.model.dtype).removeprefix("torch."),
+        vocab_size=contract.vocab_size,
+        vocabulary=contract.vocabulary,
+        codec=codec,
+        isolated=isolated,
+        logit_scale=teacher.head.logit_scale,
+        soft_cap=teacher.head.soft_cap,
+    )
+    return TeacherServer(teacher, greeting, address)

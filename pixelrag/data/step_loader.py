@@ -77,12 +77,13 @@ def _raising(
     while True:
         try:
             step = next(steps)
-        except RuntimeError as error:
-            # The loader's one type for a worker that stalls and for one that is killed.
+        except (RuntimeError, OSError, EOFError) as error:
+            # What the loader raises for workers that stall, die, or die while they hand over.
+            reason = str(error).strip() or type(error).__name__
             what = (
                 f"gave nothing for {timeout_seconds:g} seconds (data.worker_timeout_seconds)"
-                if "timed out" in str(error)
-                else f"failed: {str(error).strip().splitlines()[-1]}"
+                if "timed out" in reason
+                else f"failed: {reason.splitlines()[-1]}"
             )
             raise DataError(
                 f"One of {num_workers} data workers {what}. Notebooks and containers often have "

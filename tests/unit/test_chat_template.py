@@ -236,6 +236,25 @@ def test_a_result_within_the_assistants_turn_is_not_learnt():
         finder.spans(chat(*messages))
 
 
+def test_a_call_whose_result_is_shown_only_behind_a_call():
+    # Without the call the result is gone too, so the call must not be replaced as a whole. And the
+    # prompt opens a block that turns do not show.
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|start|>' + m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
+        "{{ '<|call|>' if m.tool_calls else '<|eot|>' }}{% elif m.role == 'user' %}"
+        "{{ '<|message|>' + m.content }}{% elif messages[loop.index0 - 1].tool_calls %}"
+        "{{ '<|channel|>' + m.content + '<|eot|>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|start|><think>\n' }}{% endif %}"
+    )
+    messages = [asks(), says("", tool_calls=[CALL]), result("it is blue"), says("so")]
+    text, spans = ChatTemplate(chat_tokenizer(template)).spans(chat(*messages))
+    assert [text[start:stop] for start, stop in spans] == [
+        f"{json.dumps(CALL['function'])}<|call|>",
+        "so<|eot|>",
+    ]
+
+
 def test_a_template_that_drops_calls_or_words_is_refused():
     with pytest.raises(RowError, match=r"messages\[1\].*changes what the assistant says"):
         found("headers", asks(), says("let me see", tool_calls=[CALL]), result("blue"), says("so"))

@@ -89,6 +89,15 @@ def test_a_concatenated_row_to_the_letter(mask_first_token):
     assert batch.num_supervised == (4 if mask_first_token else 5)
 
 
+def test_where_pieces_of_a_sample_overlap_the_token_is_learnt_once():
+    store = token_store([[True] * 10, [True] * 4])
+    options = {"attention": "concatenated", "separator_id": 8}
+    plan = PackPlan(store, RowSettings(8, overlong="split", **options))
+    rows = [row for batch in batches(plan) for row in batch.labels.tolist()]
+    (a, b), ignore = (store[sample].ids.tolist() for sample in (0, 1)), IGNORE_INDEX
+    assert rows == [[ignore, *a[1:8]], [ignore, *b[1:], ignore, ignore, *a[8:]]]
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.lists(st.booleans(), min_size=1, max_size=30), min_size=1, max_size=20),
@@ -126,6 +135,25 @@ def test_packed_documents_are_the_unpacked_rows(masks, row_length, overlong, sep
         for name, ids, labels, _ in documents(batch):
             expected[name, tuple(ids), tuple(labels)] += 1
     assert found == expected
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.lists(st.booleans(), min_size=1, max_size=30), min_size=1, max_size=20),
+    st.integers(2, 20),
+    st.sampled_from(["truncate", "split", "drop"]),
+    st.sampled_from(["isolated", "concatenated"]),
+    st.booleans(),
+)
+def test_the_plan_counts_what_the_tensors_hold(masks, row_length, overlong, attention, mask_first):
+    settings_ = RowSettings(row_length, True, attention, overlong, 3, mask_first)
+    try:
+        plan = PackPlan(token_store(masks), settings_)
+    except DataError:
+        return
+    for row, batch in enumerate(batches(plan, epoch=1, places=1)):
+        assert batch.num_supervised == plan.epoch(1).supervised[row]
+        assert batch.num_tokens == plan.epoch(1).tokens[row]
 
 
 def _parts(whole: list[int], size: int) -> list[list[int]]:
@@ -272,18 +300,25 @@ class _Failing(PackedSteps):
 
 
 @pytest.mark.parametrize(
-    ("kind", "match"),
+    ("kind", "timeout", "match"),
     [
-        (_Stalling, r"gave nothing for 1 seconds \(data.worker_timeout_seconds\).*num_workers: 0"),
-        (_Dying, "One of 1 data workers failed: .*num_workers: 0"),
-        (_Failing, "^train.jsonl:7 is broken$"),
+        (
+            _Stalling,
+            3,
+            r"gave nothing for 3 seconds \(data.worker_timeout_seconds\).*num_workers: 0",
+        ),
+        (_Dying, 6, "One of 1 data workers failed: .*num_workers: 0"),
+        (_Failing, 60, "^train.jsonl:7 is broken$"),
     ],
 )
-def test_a_worker_that_stalls_dies_or_fails_says_so(kind, match, monkeypatch):
+def test_a_worker_that_stalls_dies_or_fails_says_so(kind, timeout, match, monkeypatch):
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
+    # A signal tells of a dead worker wherever the process happens to be, pytest's own code too.
+    signals = torch.utils.data._utils.signal_handling
+    monkeypatch.setattr(signals, "_error_if_any_worker_fails", lambda: None)
     good = steps_of()
     steps = kind(good._sampler, good._collator)
-    loaded = load_steps(steps, num_workers=1, timeout_seconds=1)
+    loaded = load_steps(steps, num_workers=1, timeout_seconds=timeout)
     with pytest.raises(DataError, match=match):
         list(itertools.islice(loaded, 4))
 

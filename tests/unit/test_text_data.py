@@ -79,7 +79,15 @@ def test_a_token_that_the_tokenizer_puts_first_stays_and_is_not_learnt():
     assert bos not in talk.ids  # the template's affair
 
 
-def spaced_tokenizer() -> PreTrainedTokenizerFast:
+# The space before an answer is the model's to write, or the prompt's; the token is one either way.
+SPACE = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ 'q: ' + m.content }}"
+    "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
+)
+PROMPT = SPACE.replace("' ' +", "': ' +") + "{{ ': ' if add_generation_prompt }}"
+
+
+def spaced_tokenizer(template: str) -> PreTrainedTokenizerFast:
     """In the fashion of Llama 2: every text gets a space in front."""
     words = ["▁fox", "▁a", "▁", "a", "f", "o", "x", "\n", ":", "fox", "q", "</s>", "▁q", "q:"]
     vocabulary = [(word, -float(len(words) - len(word))) for word in ["<unk>", *words]]
@@ -87,15 +95,13 @@ def spaced_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
-    fast.chat_template = (
-        "{% for m in messages %}{% if m.role == 'user' %}{{ 'q: ' + m.content }}"
-        "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
-    )
+    fast.chat_template = template
     return fast
 
 
-def test_tokenizers_that_put_a_space_first_are_not_cut():
-    tokenizer = spaced_tokenizer()
+@pytest.mark.parametrize("template", [SPACE, PROMPT])
+def test_tokenizers_that_put_a_space_first_are_not_cut(template):
+    tokenizer = spaced_tokenizer(template)
     encoder = TextEncoder(tokenizer)
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "fox"}]
     good, bad = encoder.encode(

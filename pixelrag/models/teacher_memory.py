@@ -124,8 +124,12 @@ class _Visitor:
 
     def _come(self, *_: object) -> None:
         for parameter, home in self._home.items():
-            parameter.data = home.to(self._device, non_blocking=True)
+            parameter.data = _fetch(home, self._device)
 
     def _go(self, *_: object) -> None:
         for parameter, home in self._home.items():
             parameter.data = home
+
+
+def _fetch(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor.to(device, non_blocking=True)

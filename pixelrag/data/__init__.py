@@ -1,1 +1,1 @@
-"""Training pairs: PixelRAG's JSONL, its checks, and the order in which rows are served."""
+"""Training data: pairs for retrievers, texts for language models, their checks, and their order."""

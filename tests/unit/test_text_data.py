@@ -278,6 +278,7 @@ def test_a_cut_off_source_is_drawn_from_not_begun(tmp_path, form):
 
 def test_drawn_lines_keep_their_numbers_and_bad_ones_are_not_counted(tmp_path):
     file = write(tmp_path / "t.jsonl", chat(1), "{", "", chat(4), chat(5))
+    Path(file).write_bytes(b"\xef\xbb\xbf" + Path(file).read_bytes())
     store, report = load_texts(file, ENCODER, max_samples=3, bad_rows="skip")
     found = dict(zip(answers(store), map(store.sample_id, range(len(store))), strict=True))
     assert found == {f"answer {n}<|im_end|>": f"t.jsonl:{n}" for n in (1, 4, 5)}

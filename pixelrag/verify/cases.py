@@ -83,8 +83,10 @@ def build_matrix(engines: Sequence[str] = ENGINES, *, quick: bool = False) -> li
         for precision, training, dropout in itertools.product(
             precisions, ("full", "lora"), (False, True)
         ):
-            chunks = (2,) if quick else (1, 2, WHOLE)
-            negatives = ("ragged",) if quick else ("0", "2", "ragged")
+            # In float64 one chunk size and one kind of batch tell an error from rounding.
+            small = quick or precision == "fp64"
+            chunks = (2,) if small else (1, 2, WHOLE)
+            negatives = ("ragged",) if small else ("0", "2", "ragged")
             for modality, chunk_size, kind in itertools.product(MODALITIES, chunks, negatives):
                 cases.append(Case(engine, precision, training, dropout, chunk_size, kind, modality))
     return cases

@@ -174,6 +174,11 @@ def _run_configured(name: str, command: Command, arguments: list[str]) -> int:
         return 0
     from pixelrag.config.base import load
 
-    config, own = load(ContrastiveConfig, arguments, command.own)
+    try:
+        config, own = load(ContrastiveConfig, arguments, command.own)
+    except ConfigError as error:
+        # Every rank of a host reads the same files; one of them tells what is wrong.
+        error.told_by_main = os.environ.get("LOCAL_RANK", "0") != "0"
+        raise
     handler = import_module(command.module).main
     return (handler(config, own) if command.own else handler(config)) or 0

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 _LEFTOVER = re.compile(r"\.(?P<name>checkpoint-\d+|best|last)\.(?P<kind>tmp|old|trash)")
+# Exports name the process that writes them instead of signing the folder.
+_EXPORT_LEFTOVER = re.compile(r"\.(?P<name>best|last)\.(?P<kind>part|old)-(?P<pid>\d+)")
 
 
 def checkpoint_dir(output_dir: Path, step: int) -> Path:
@@ -134,8 +136,10 @@ def clean_leftovers(output_dir: Path) -> None:
     if not output_dir.is_dir():
         return
     for path in sorted(output_dir.iterdir()):
-        match = _LEFTOVER.fullmatch(path.name)
+        match = _LEFTOVER.fullmatch(path.name) or _EXPORT_LEFTOVER.fullmatch(path.name)
         if match is None or not path.is_dir() or path.is_symlink():
+            continue
+        if "pid" in match.groupdict() and owner.is_running(int(match["pid"])):
             continue
         final = path.with_name(match["name"])
         if match["kind"] == "old" and not final.exists():

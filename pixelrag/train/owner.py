@@ -50,17 +50,25 @@ def _read(folder: Path) -> dict | None:
         return None
 
 
+def is_running(pid: int) -> bool:
+    """Whether a process of this id lives on this machine."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's: it lives
+        return True
+    return True
+
+
 def _live_local_pid(record: dict | None) -> int | None:
     if record is None or record["host"] != socket.gethostname():
         return None
     pid = record["pid"]
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+    if not is_running(pid):
         return None
-    except PermissionError:  # another user's: it lives
-        return pid
-    return pid if _start_time(pid) == record.get("started") else None
+    started = _start_time(pid)
+    return pid if started is None or started == record.get("started") else None
 
 
 def _start_time(pid: int) -> int | None:

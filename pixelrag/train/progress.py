@@ -14,12 +14,12 @@ from typing import Literal, TextIO
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 
 # Shown in this order when present; the rest is in metrics.jsonl.
 _SHOWN = {
@@ -69,13 +69,19 @@ class ProgressView:
         if not self._silent and (mode == "on" or (mode == "auto" and self._stream.isatty())):
             console = Console(file=self._stream, force_terminal=mode == "on" or None)
             self._bar = Progress(
-                TextColumn("step"),
-                MofNCompleteColumn(),
+                TextColumn(
+                    "step {task.completed:.0f}/{task.total:.0f}", table_column=Column(no_wrap=True)
+                ),
                 BarColumn(bar_width=20),
                 TimeElapsedColumn(),
                 TimeRemainingColumn(),
-                TextColumn("{task.fields[figures]}"),
+                # On a narrow terminal the figures give way, never the count of steps.
+                TextColumn(
+                    "{task.fields[figures]}",
+                    table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
+                ),
                 console=console,
+                expand=True,
             )
             self._task = self._bar.add_task("", total=total_steps, completed=done_steps, figures="")
 

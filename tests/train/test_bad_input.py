@@ -141,7 +141,6 @@ def test_a_wrong_configuration(run, tmp_path, monkeypatch, overrides, named):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.xfail(reason="pixelrag.cli lets every rank tell a wrong configuration")
 def test_a_wrong_configuration_is_told_once_by_two_ranks(run):
     assert_refused(run({"batch": {"chunk_size": 0}}), CONFIG, "batch.chunk_size")
 

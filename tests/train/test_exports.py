@@ -191,7 +191,6 @@ def test_a_fixed_temperature_stays(trained):
     assert settings["temperature"] == pytest.approx(0.2)
 
 
-@pytest.mark.xfail(reason="train/checkpoint.py does not know the leftovers of export/hf.py")
 def test_a_kill_in_the_middle_of_an_export_leaves_no_half_folder(tmp_path, base, shelf):
     settings = {
         "output_dir": str(tmp_path / "run"),

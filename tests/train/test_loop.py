@@ -280,7 +280,6 @@ def test_config_yaml_runs_the_same_again(run, tmp_path):
     assert lines_of(tmp_path / "second") == lines_of(folder)
 
 
-@pytest.mark.xfail(reason="train/progress.py drops the count of steps from 80 columns")
 def test_a_bar_shows_where_the_run_stands(run):
     _, ended = run("bar", {"logging": {"progress": "on"}})
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", ended.outputs[0])

@@ -49,7 +49,7 @@ def base(shelf: Path) -> dict[str, Any]:
         "data": {"train": str(shelf / "train.jsonl")},
         "batch": {"per_device_batch_size": 8, "chunk_size": 3},
         "optim": {"learning_rate": 1e-3, "max_steps": 4, "warmup_steps": 1},
-        "engine": {"device": "cpu", "timeout_seconds": 30},
+        "engine": {"device": "cpu", "timeout_seconds": 60},
         "logging": {"every_steps": 1},
     }
 

@@ -36,7 +36,7 @@ ENVIRONMENT = {
 }
 _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PRELOAD = ["tests.train.preload"]
-_TIMEOUT = 100.0
+_TIMEOUT = 200.0
 
 
 @dataclass(frozen=True, slots=True)

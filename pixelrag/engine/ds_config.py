@@ -114,8 +114,10 @@ def resolve(
         limit = _KEEP_EVERYTHING if resident else 0
         for key in ("stage3_param_persistence_threshold", "stage3_model_persistence_threshold"):
             _settle(zero, key, limit, f"zero_optimization.{key} (engine.params)", problems)
-    if stage > 0:
-        zero["overlap_comm"] = _value_or(zero, "overlap_comm", False)
+    else:  # these act at stage 3 only
+        for key in [k for k, v in zero.items() if k.startswith("stage3_") and v == "auto"]:
+            del zero[key]
+    zero["overlap_comm"] = _value_or(zero, "overlap_comm", False)
     for key, value in (
         ("reduce_bucket_size", 5 * 10**8),
         ("allgather_bucket_size", 5 * 10**8),

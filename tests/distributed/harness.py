@@ -52,7 +52,7 @@ def run_cases(
     *,
     nproc: int,
     env: dict[str, str] | None = None,
-    timeout_seconds: float = 280.0,
+    timeout_seconds: float = 600.0,
     collective_timeout_seconds: float = 60.0,
 ) -> Results:
     """Call ``function(world, case)`` for each case on every rank; names a ``module:function``.
@@ -83,7 +83,7 @@ def run_alone(
         env=environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return Results([json.loads(done.stdout.splitlines()[-1])])

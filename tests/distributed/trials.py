@@ -38,7 +38,7 @@ DEFAULTS: dict[str, Any] = {
     "frozen": [],  # starts of parameter names
     "zero": None,  # a user's zero_optimization settings
     "units": True,  # hand blocks to the engine
-    "rows": None,  # rows of each rank; None: 9 on one rank, else 5, 4, 3 by rank
+    "rows": None,  # rows of each rank; None: 6 on one rank, else 3, 2, 1 by rank
     "filler": None,  # this rank brings a row that does not count
     "chunk_size": 2,
     "negatives": 2,
@@ -134,7 +134,7 @@ def image_plan(images: str, rank: int, step: int, world_size: int) -> tuple[bool
 
 def global_batch(case: dict[str, Any], step: int, world_size: int) -> list[RankBatch]:
     """Every rank's part; rows are numbered through the global batch."""
-    sizes = case["rows"] or ([9] if world_size == 1 else [5 - rank for rank in range(world_size)])
+    sizes = case["rows"] or ([6] if world_size == 1 else [3 - rank for rank in range(world_size)])
     parts, first = [], 0
     for rank, size in enumerate(sizes):
         query_images, document_images = image_plan(case["images"], rank, step, world_size)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import common, communication, gradcache_cost, netns, peers
+from benchmarks import common, communication, gradcache_cost, netns, peers, report
 from pixelrag.distributed.env import process_group
 
 LACKING = netns.missing_requirement()
@@ -267,3 +267,22 @@ def test_a_failing_case_says_what_its_ranks_said():
         netns.hosts(2, rate_mbit=1000) as hosts,
     ):
         communication.run_on_hosts(hosts, payload, timeout_seconds=120)
+
+
+def test_the_summary_holds_what_the_files_hold(tmp_path: Path):
+    head = common.environment(1) | {"command": "benchmarks.peers", "load_average_1min": 7.0}
+    spread = {"p20": 1.0, "p50": 2.5, "p80": 3.0}
+    time = {"kind": "time", "candidate": "pixelrag", "seconds": spread, "cpu_seconds": spread}
+    time |= {"ours_over_this": {"wall": spread, "cpu": spread}, "gradient_error": 2e-7}
+    memory = {"kind": "memory", "candidate": "pixelrag", "above_base_mib": 601, "peak_mib": 1015}
+    path = tmp_path / "peers.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in (head, time, memory)))
+    page = report.summary(tmp_path)
+    assert "| pixelrag | 2.5 (1 to 3) | 2.5 (1 to 3) |" in page
+    assert "| 601 | 1015 | 2e-07 |" in page
+    assert "Other work was running" in page
+    assert "gradcache_cost" not in page  # no file, no section
+
+
+def test_the_committed_summary_is_that_of_the_committed_files():
+    assert (common.RESULTS / "summary.md").read_text() == report.summary(common.RESULTS)

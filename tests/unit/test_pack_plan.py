@@ -31,6 +31,7 @@ def plan_of(num=60, longest=40, seed=7, **settings) -> PackPlan:
 # Cutting.
 
 
+@settings(deadline=None)
 @given(masks, st.integers(2, 12), st.sampled_from(["truncate", "split", "drop"]), st.data())
 def test_cutting_keeps_counts_and_order(masks, row_length, overlong, data):
     store = token_store(masks)
@@ -91,7 +92,7 @@ def test_nothing_left_is_an_error():
 # Rows of an epoch.
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(
     masks,
     st.integers(2, 24),
@@ -181,6 +182,7 @@ def test_settings_that_cannot_be(settings_, match):
 # Shares.
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0.5, 100), min_size=1, max_size=60), st.integers(1, 5), st.integers(1, 6))
 def test_shares_hold_every_row_once_in_as_many_micro_batches_on_all_ranks(costs, ranks, places):
     shares = share_out(np.array(costs), ranks, places)
@@ -230,7 +232,7 @@ def samplers(plan: PackPlan, world: int, batch=6, micro=2, **options) -> list[Pa
     return [PackedSampler(plan, batch, micro, rank, world, **options) for rank in range(world)]
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 4), st.booleans())
 def test_global_batches_do_not_depend_on_the_world(world, batch, micro, drop_last):
     plan = plan_of(num=25)
@@ -259,7 +261,7 @@ def test_an_epoch_serves_every_row_once():
         assert sorted(rows) == list(range(plan.num_rows))
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 40), st.integers(1, 4), st.booleans())
 def test_resumed_anywhere_equals_uninterrupted(stop, world, packed):
     plan = plan_of(num=25, packed=packed)

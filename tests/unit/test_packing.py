@@ -64,7 +64,7 @@ def problems(draw):
 
 
 @pytest.mark.parametrize("block", [1, 3, 128])
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(problems())
 def test_equals_the_textbook(block, problem):
     lengths, row_length = problem
@@ -82,7 +82,7 @@ def test_equals_the_textbook_on_thousands(row_length):
 
 
 @pytest.mark.parametrize("most", [1, 2, 7])
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 @given(problems())
 def test_with_lengths_placed_together_every_sample_still_has_one_place(most, problem):
     lengths, row_length = problem
@@ -131,6 +131,7 @@ def test_takes_any_integers_and_none(dtype):
     assert len(pack(np.array([], dtype), 5)) == 0
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 2**48 - 1)) | st.lists(st.integers(0, 70_000)))
 def test_the_sort_by_radix_is_stable(keys):
     values = np.array(keys, np.int64)

@@ -45,8 +45,8 @@ def run(world: World, case: dict[str, Any]) -> dict[str, Any]:
     Args:
         world: this process's place.
         case: `folder` of the material, `name` of the run, `student` and further `flags`; `cache`,
-            arguments of a cache to write first and to learn from; or `serve`, a codec in which a
-            thread serves the teacher.
+            arguments of a cache to write first and to learn from; `serve`, a codec in which a
+            thread serves the teacher; `stop_at`, a step to end at and to go on from.
     """
     from pixelrag.train.distill import train
 
@@ -75,6 +75,9 @@ def run(world: World, case: dict[str, Any]) -> dict[str, Any]:
         config = _cached(config, world, folder / f"cache-{case['name']}", case["cache"])
     if "serve" in case:
         config, server = _served(config, world, case["serve"])
+    if "stop_at" in case:
+        part = config.optim.model_copy(update={"max_steps": case["stop_at"]})
+        train(config.model_copy(update={"optim": part}), world)
     train(config, world)
     if server is not None:
         server.close()
@@ -82,6 +85,7 @@ def run(world: World, case: dict[str, Any]) -> dict[str, Any]:
     steps = [line for line in lines if "train/loss" in line]
     names = ("train/loss", "train/ce_loss", "train/kd_loss", "train/grad_norm")
     found = {name: [line[name] for line in steps] for name in names}
+    assert [line["step"] for line in steps] == [1, 2, 3]
     held_out = next(line for line in reversed(lines) if "eval/loss" in line)
     return found | {name: [value] for name, value in held_out.items() if name != "step"}
 
@@ -98,15 +102,33 @@ def _cached(
 
 
 def _served(config: DistillConfig, world: World, codec: str) -> tuple[DistillConfig, Any]:
-    from pixelrag.train.serve_teacher import build_server
-
+    """Serve from a thread of rank 0."""
     # A path of its own: that of a Unix socket may have about a hundred characters.
     address = from_main(lambda: str(Path(tempfile.mkdtemp()) / "teacher"))
     server = None
     if world.rank == 0:
-        server = build_server(config, World(0, 1, 0, world.device), address, codec)
+        server = _server(config, world, address, codec)
         threading.Thread(target=server.serve, daemon=True).start()
     dist.barrier()
-    return config.model_copy(
-        update={"teacher": TeacherConfig(source="remote", path=address)}
-    ), server
+    remote = TeacherConfig(source="remote", path=address)
+    return config.model_copy(update={"teacher": remote}), server
+
+
+def _server(config: DistillConfig, world: World, address: str, codec: str) -> Any:
+    from pixelrag.models.causal_load import load_frozen, load_tokenizer, student_source
+    from pixelrag.models.teacher import LiveTeacher
+    from pixelrag.models.teacher_channel import Greeting, TeacherServer
+    from pixelrag.train.distill_models import agree_on_models
+    from pixelrag.train.serve_teacher import build_server
+
+    if world.world_size == 1:
+        return build_server(config, world, address, codec)
+    # `pixelrag teacher` is one process; loading there agrees with itself alone.
+    contract = agree_on_models(config, load_tokenizer(student_source(config.student)))
+    cpu = world.device
+    teacher = LiveTeacher(load_frozen(config.teacher), device=cpu, student_device=cpu)
+    greeting = Greeting(
+        teacher="teacher", dtype="float32", vocab_size=contract.vocab_size,
+        vocabulary=contract.vocabulary, codec=codec, isolated=True, logit_scale=1.0, soft_cap=None,
+    )  # fmt: skip
+    return TeacherServer(teacher, greeting, address)

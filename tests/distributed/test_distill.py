@@ -39,6 +39,9 @@ ALONE = {
     "tied:zero3": {"flags": ["--engine.name=zero3"]},
     "tied:fsdp2": {"flags": ["--engine.name=fsdp2"]},
     "tied:checkpointing": {"flags": ["--student.gradient_checkpointing=true"]},
+    "tied:resumed": {"stop_at": 1},
+    "lora:resumed": {"stop_at": 2, "flags": LORA},
+    "tied:workers": {"flags": ["--data.num_workers=2"]},
     "tied:adamw": {"flags": ["--optim.fused=false"]},
     # The teacher elsewhere; all 600 tokens in a top-k cache are the whole vocabulary.
     "tied:states": {"cache": {"kind": "hidden_states", "codec": "exact"}},
@@ -82,6 +85,8 @@ PAIR = {
         for kind in ("tied", "lora_untied")
         for engine in ("zero3", "fsdp2")
     },
+}
+MORE = {
     # One row a micro-batch: at the end of an epoch a rank has none.
     "tied:accumulated": {
         "flags": ["--batch.per_device_batch_size=1", "--engine.name=zero2"],
@@ -94,6 +99,7 @@ PAIR = {
     "whole:ddp": {"flags": WHOLE},
     "tied:states": {"cache": {"kind": "hidden_states", "codec": "exact"}, "flags": HALF},
     "tied:remote": {"serve": "exact", "flags": [*HALF, "--engine.name=fsdp2"]},
+    "tied:resumed": {"stop_at": 2, "flags": [*HALF, "--engine.name=zero2"]},
     **{
         f"bf16:{engine}": {"flags": [*HALF, "--engine.precision=bf16", f"--engine.name={engine}"]}
         for engine in ("zero2", "zero3", "fsdp2")
@@ -122,16 +128,24 @@ def alone(folder: Path) -> Results:
     return run_alone("tests.distributed.distill_trials:run", cases)
 
 
-@pytest.fixture(scope="module")
-def pair(folder: Path) -> Results:
-    cases = _named(PAIR, folder, "pair")
+def _on_two_ranks(cases: dict[str, dict]) -> Results:
     return run_cases(
         "tests.distributed.distill_trials:run",
         cases,
         nproc=2,
-        timeout_seconds=550,
+        timeout_seconds=450,
         collective_timeout_seconds=90,
     )
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path) -> Results:
+    return _on_two_ranks(_named(PAIR, folder, "pair"))
+
+
+@pytest.fixture(scope="module")
+def more(folder: Path) -> Results:
+    return _on_two_ranks(_named(MORE, folder, "more"))
 
 
 def assert_equal(name: str, got: dict, results: Results) -> None:
@@ -155,10 +169,17 @@ def test_one_process(alone: Results, name: str):
     assert_equal(name, alone[name][0], alone)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(500)
 @pytest.mark.parametrize("name", PAIR)
-def test_two_ranks(alone: Results, pair: Results, name: str):
+def test_every_engine_on_two_ranks(alone: Results, pair: Results, name: str):
     for got in pair[name]:
+        assert_equal(name, got, alone)
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("name", MORE)
+def test_two_ranks(alone: Results, more: Results, name: str):
+    for got in more[name]:
         assert_equal(name, got, alone)
 
 

@@ -77,6 +77,7 @@ def gradcache_cost(rows: Rows) -> str:
 def peers(rows: Rows) -> str:
     """Times and memory of `benchmarks.peers`."""
     memory = {row["candidate"]: row for row in of_kind(rows, "memory")}
+    unmeasured = {"above_base_mib": "not run", "peak_mib": "not run"}
     lines = [
         (
             row["candidate"],
@@ -84,8 +85,8 @@ def peers(rows: Rows) -> str:
             _percentiles(row["cpu_seconds"]),
             _percentiles(row["ours_over_this"]["wall"]),
             _percentiles(row["ours_over_this"]["cpu"]),
-            memory[row["candidate"]]["above_base_mib"],
-            memory[row["candidate"]]["peak_mib"],
+            memory.get(row["candidate"], unmeasured)["above_base_mib"],
+            memory.get(row["candidate"], unmeasured)["peak_mib"],
             f"{row['gradient_error']:.0e}",
         )
         for row in of_kind(rows, "time")

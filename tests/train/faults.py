@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -137,7 +138,7 @@ def nan_gradient(payload: dict[str, Any]) -> None:
 
 def lost_image(payload: dict[str, Any]) -> None:
     """The image `path` is gone once training has begun."""
-    _at_batch(1, lambda task: os.path.exists(payload["path"]) and os.remove(payload["path"]))
+    _at_batch(1, lambda task: Path(payload["path"]).unlink(missing_ok=True))
 
 
 def broken_code(payload: dict[str, Any]) -> None:

@@ -1,6 +1,5 @@
 """Models and data files that the training tests share, and one server to fork runs from."""
 
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -11,8 +10,6 @@ import pytest
 
 from tests.train import nursery
 from tests.train.material import image_rows, text_rows, write_jsonl
-
-os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 @pytest.fixture(scope="session")

@@ -146,10 +146,14 @@ def distill_loss(
         device=first.device,
     )
     divisor = max(divisor, 1.0)
+    ce_scale, kd_scale = objective.ce_weight / divisor, (1 - objective.ce_weight) / divisor
+    # A label's share of the gradient is close to -ce_scale. Where the products round it, it had
+    # better be -1: bf16 has no 0.3, and all labels would be off alike.
+    unit = (ce_scale or kd_scale) if isinstance(student, Projected) else 1.0
     spec = BlockSpec(
         objective,
-        ce_scale=objective.ce_weight / divisor,
-        kd_scale=(1 - objective.ce_weight) / divisor,
+        ce_scale=ce_scale / unit,
+        kd_scale=kd_scale / unit,
         student=_form(student, columns),
         teacher=_form(teacher, columns),
         want_grad=any(needs),
@@ -157,8 +161,8 @@ def distill_loss(
     )
     whole = count == len(labels_T)
     call = _Call(
-        student, teacher, labels_N, None if whole else supervised, spec, divisor, columns, chunk,
-        dtype, needs, compile_kernel,
+        student, teacher, labels_N, None if whole else supervised, spec, unit, divisor, columns,
+        chunk, dtype, needs, compile_kernel,
     )  # fmt: skip
     total, ce, kd, top1 = _Distill.apply(call, *tensors)
     return DistillLoss(total, ce, kd, top1, count, chunk)
@@ -171,6 +175,7 @@ class _Call:
     labels_N: torch.Tensor
     supervised_N: torch.Tensor | None  # None = all tokens are
     spec: BlockSpec
+    unit: float  # what the blocks' gradients are multiplied by
     divisor: float
     num_columns: int
     chunk_size: int
@@ -228,7 +233,7 @@ def _scaled(gradient: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> 
 def _run(call: _Call) -> tuple[Blocks, tuple[torch.Tensor | None, ...]]:
     count, columns, device = len(call.labels_N), call.num_columns, call.labels_N.device
     runner = ProjectedStudent if isinstance(call.student, Projected) else LogitsStudent
-    student = runner(call.student, count, call.needs)
+    student = runner(call.student, count, call.needs, call.unit)
     teacher = call.teacher
     size = (min(call.chunk_size, count), columns)
     student_CV = torch.empty(size, dtype=call.dtype, device=device)

@@ -169,10 +169,14 @@ class HeadGradient:
         head: the student's.
         hidden_TH: [T, H] all hidden states.
         needs: whether hidden states, weight, bias, A and B need a gradient.
+        unit: a factor of all gradients that `add` takes.
     """
 
-    def __init__(self, head: Head, hidden_TH: torch.Tensor, needs: tuple[bool, ...]) -> None:
+    def __init__(
+        self, head: Head, hidden_TH: torch.Tensor, needs: tuple[bool, ...], unit: float
+    ) -> None:
         self._head = head
+        self._unit = unit
         self._wide = torch.promote_types(hidden_TH.dtype, torch.float32)
 
         def zeros(like: torch.Tensor | None, needed: bool) -> torch.Tensor | None:
@@ -207,9 +211,9 @@ class HeadGradient:
         if self.hidden_TH is not None:
             back_CH = self._times_weight(logits_CV, hidden_CH.dtype)
         if self.weight_VH is not None:
-            _add_outer(self.weight_VH[:num_rows], logits_CV, hidden_CH)
+            _add_outer(self.weight_VH[:num_rows], logits_CV, hidden_CH, self._unit)
         if self.bias_V is not None:
-            self.bias_V[:num_rows] += logits_CV.sum(0, dtype=self._wide)
+            self.bias_V[:num_rows].add_(logits_CV.sum(0, dtype=self._wide), alpha=self._unit)
         if adapter is not None:
             through_CH = self._adapter(logits_CV, adapter)
             if back_CH is not None:
@@ -221,11 +225,12 @@ class HeadGradient:
         """Gradients of A and B without ever the product of the two; return that of hidden."""
         lora, num_rows = self._head.lora, logits_CV.shape[1]
         if self.b_VR is not None:
-            _add_outer(self.b_VR[:num_rows], logits_CV, adapter.low_CR, lora.scaling)
+            scale = lora.scaling * self._unit
+            _add_outer(self.b_VR[:num_rows], logits_CV, adapter.low_CR, scale)
         back_CR = torch.zeros_like(adapter.low_CR, dtype=self._wide)
         for rows in _blocks(num_rows):
             back_CR += (logits_CV[:, rows] @ lora.b_VR[rows].to(logits_CV.dtype)).to(self._wide)
-        back_CR *= lora.scaling
+        back_CR *= lora.scaling * self._unit
         if self.a_RH is not None:
             self.a_RH.addmm_(back_CR.t(), adapter.input_CH.to(self._wide))
         through_CH = back_CR @ lora.a_RH.to(self._wide)
@@ -233,16 +238,18 @@ class HeadGradient:
 
     def _times_weight(self, logits_CV: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         weight = self._head.weight_VH[: logits_CV.shape[1]]
+        size = (len(logits_CV), weight.shape[1])
         if logits_CV.dtype == weight.dtype:
-            return logits_CV @ weight
-        out = torch.zeros(len(logits_CV), weight.shape[1], dtype=self._wide, device=weight.device)
+            out = torch.empty(size, dtype=weight.dtype, device=weight.device)
+            return torch.addmm(out, logits_CV, weight, beta=0, alpha=self._unit, out=out)
+        out = torch.zeros(size, dtype=self._wide, device=weight.device)
         for rows in _blocks(len(weight)):
             g, w = logits_CV[:, rows].to(dtype), weight[rows].to(dtype)
             if _widens(g, w, self._wide):
                 torch.addmm(out, g, w, out_dtype=self._wide, out=out)
             else:
                 out += g @ w
-        return out
+        return out.mul_(self._unit)
 
 
 def _add_outer(

@@ -143,11 +143,14 @@ class ProjectedStudent:
         student: hidden states and head.
         num_supervised: tokens with a label.
         needs: which of `tensors` need a gradient.
+        unit: a factor of all gradients that `back` takes.
     """
 
-    def __init__(self, student: Projected, num_supervised: int, needs: tuple[bool, ...]) -> None:
+    def __init__(
+        self, student: Projected, num_supervised: int, needs: tuple[bool, ...], unit: float
+    ) -> None:
         self._student = student
-        self._gradient = HeadGradient(student.head, student.hidden_TH, needs)
+        self._gradient = HeadGradient(student.head, student.hidden_TH, needs, unit)
         self._kept_NH = None
         lora = student.head.lora
         if lora is not None and lora.dropout > 0:
@@ -200,9 +203,13 @@ class LogitsStudent:
         student: the logits.
         num_supervised: not used; see `ProjectedStudent`.
         needs: whether the logits need a gradient.
+        unit: see `ProjectedStudent`.
     """
 
-    def __init__(self, student: Logits, num_supervised: int, needs: tuple[bool, ...]) -> None:
+    def __init__(
+        self, student: Logits, num_supervised: int, needs: tuple[bool, ...], unit: float
+    ) -> None:
+        self._unit = unit
         self._logits_TV = student.logits_TV
         self._gradient_TV = torch.zeros_like(student.logits_TV) if needs[0] else None
 
@@ -219,7 +226,7 @@ class LogitsStudent:
         """Write a chunk's gradient."""
         if self._gradient_TV is not None:
             columns = self._gradient_TV[:, : gradient_CV.shape[1]]
-            columns[rows] = gradient_CV.to(columns.dtype)
+            columns[rows] = (gradient_CV * self._unit).to(columns.dtype)
 
     def gradients(self) -> tuple[torch.Tensor | None, ...]:
         """In the order of `tensors`."""

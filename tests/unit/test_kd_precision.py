@@ -42,13 +42,14 @@ def error_of(student, teacher, labels, objective, **options):
     return max(float((a.double() - b).norm() / b.norm()) for a, b in pairs)
 
 
+@pytest.mark.parametrize("ce_weight", [0.0, 0.05, 0.3, 1.0])
 @pytest.mark.parametrize("distance", [2.0, 0.6, 0.2, 0.05])
-def test_exact_is_within_a_third_of_a_percent_at_every_divergence(distance):
-    """Pure distillation; the last distance is a KL of 0.0003."""
-    objective = Objective("forward_kl", 2.0, 0.0)
+def test_exact_is_within_three_tenths_of_a_percent_at_every_divergence(distance, ce_weight):
+    """The last distance is a KL of 0.0003."""
+    objective = Objective("forward_kl", 2.0, ce_weight)
     models = close_models(distance)
     assert error_of(*models, objective, chunk_size=10) < 3e-3
-    if distance <= 0.2:
+    if distance <= 0.2 and not ce_weight:
         # What the promise is about: rounding the logits to bf16 costs far more.
         assert error_of(*models, objective, chunk_size=10, precision="fast") > 0.03
 
@@ -58,7 +59,8 @@ def test_gradients_do_not_get_worse_with_the_number_of_chunks():
     objective = Objective("jsd", 2.0, 0.3)
     models = close_models(0.6)
     one, many = (error_of(*models, objective, chunk_size=c) for c in (TOKENS, 1))
-    assert many < 1.5 * one < 3e-3
+    assert many < 1.2 * one
+    assert max(one, many) < 3e-3
 
 
 def test_fast_equals_the_loss_of_rounded_logits():

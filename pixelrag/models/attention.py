@@ -109,7 +109,6 @@ def document_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    document_bounds: tuple[int, ...] | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
     **others: Any,
@@ -125,9 +124,9 @@ def document_attention(
         dropout: probability on attention weights.
         sliding_window: see only so many tokens, the own one included.
         softcap: cap * tanh(score / cap) before the soft-max.
-        document_bounds: where documents begin and end in the flattened rows, 0 to B * T; a bound
-            stands between any two rows.
-        cu_seq_lens_q: the same as int32 on the device.
+        cu_seq_lens_q: where documents begin and end in the flattened rows, 0 to B * T, int32 on the
+            device; a bound stands between any two rows. A tensor, as compiled layers would be
+            compiled anew for every other tuple of numbers.
         max_length_q: tokens of the longest document.
 
     Returns:
@@ -143,7 +142,7 @@ def document_attention(
             f"{name} passes {unknown[0]} to attention, which varlen does not know; "
             "set attention to eager"
         )
-    if attention_mask is not None or document_bounds is None:
+    if attention_mask is not None or cu_seq_lens_q is None:
         got = "a mask" if attention_mask is not None else "no document bounds"
         raise ModelError(
             f"{name}: varlen attention got {got}; it runs through pixelrag's CausalLM only"
@@ -164,7 +163,7 @@ def document_attention(
             enable_gqa=key.shape[1] != heads,
         )  # fmt: skip
         return out.unflatten(0, (batch, length)), None
-    sizes = [stop - start for start, stop in itertools.pairwise(document_bounds)]
+    sizes = [stop - start for start, stop in itertools.pairwise(cu_seq_lens_q.tolist())]
     parts = [
         _one(q, k, v, scale, dropout, sliding_window, softcap)
         for q, k, v in zip(*(x.split(sizes) for x in (query, key, value)), strict=True)

@@ -186,8 +186,6 @@ class CausalLM(nn.Module):
                 f"{self.setting}: {type(self.base_model).__name__} takes no position ids, so "
                 "documents of a row cannot be told apart; set packing.enabled false"
             )
-        if self.attention == VARLEN:
-            inputs["document_bounds"] = rows.bounds
         if self.attention == VARLEN or "flash" in self.attention:
             inputs["cu_seq_lens_q"] = inputs["cu_seq_lens_k"] = rows.cu_seqlens
             inputs["max_length_q"] = inputs["max_length_k"] = rows.max_length

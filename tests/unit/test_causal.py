@@ -293,19 +293,21 @@ def test_varlen_refuses_what_it_would_get_wrong(folders):
     with pytest.raises(ModelError, match="no document bounds"):
         document_attention(module, x, x, x, None)
     with pytest.raises(ModelError, match="a mask"):
-        document_attention(module, x, x, x, torch.ones(1, 4), document_bounds=(0, 4))
+        document_attention(module, x, x, x, torch.ones(1, 4), cu_seq_lens_q=torch.tensor([0, 4]))
     with pytest.raises(ModelError, match="s_aux"):
-        document_attention(module, x, x, x, None, document_bounds=(0, 4), s_aux=torch.ones(2))
+        document_attention(
+            module, x, x, x, None, cu_seq_lens_q=torch.tensor([0, 4]), s_aux=torch.ones(2)
+        )
 
 
 def test_dropout_in_varlen_drops_weights():
     from pixelrag.models.attention import document_attention
 
-    x = torch.randn(1, 2, 64, 8)
-    plain, _ = document_attention(torch.nn.Identity(), x, x, x, None, document_bounds=(0, 30, 64))
+    x, bounds = torch.randn(1, 2, 64, 8), torch.tensor([0, 30, 64])
+    plain, _ = document_attention(torch.nn.Identity(), x, x, x, None, cu_seq_lens_q=bounds)
     for extra in ({}, {"softcap": 50.0}):
         dropped, _ = document_attention(
-            torch.nn.Identity(), x, x, x, None, dropout=0.5, document_bounds=(0, 30, 64), **extra
+            torch.nn.Identity(), x, x, x, None, dropout=0.5, cu_seq_lens_q=bounds, **extra
         )
         assert not torch.allclose(plain, dropped)
 

@@ -113,7 +113,7 @@ class TestLive:
         inputs = CausalLM._inputs
 
         def leaky(self, rows):
-            return inputs(self, rows) | {"document_bounds": (0, rows.bounds[-1])}
+            return inputs(self, rows) | {"cu_seq_lens_q": torch.tensor([0, rows.bounds[-1]])}
 
         monkeypatch.setattr(CausalLM, "_inputs", leaky)
         with pytest.raises(ModelError, match="see each other"):

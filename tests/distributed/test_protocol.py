@@ -150,6 +150,9 @@ def fresh_weights(world: World, case: dict[str, Any]) -> dict[str, Any]:
             expected = follower.module("any", x_BS=x_BS.double(), use="left right").item()
         worst = max([worst, *(abs(value / expected - 1) for value in outputs())])
         engine.backward(_loss(engine, index), last=True)
+        if index > 0:  # gathers the weights once more, which the step is about to change
+            with torch.no_grad():
+                engine("any", x_BS=x_BS, use="left right")
         engine.step()
         follower.step([index])
     return {"output": worst, "weights": follower.weight_error(engine)}

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
+from pixelrag.errors import CheckpointError
 from pixelrag.models.preprocess import Preprocessor
 from pixelrag.train import contrastive, loop
+from pixelrag.train.metrics_writer import MetricsWriter
 
 Task = contrastive.ContrastiveTask
 
@@ -178,3 +180,12 @@ def embed_at_the_end(payload: dict[str, Any]) -> None:
             np.savez(payload["file"], **found)
 
     _before(loop.Loop, "_finish", embed)
+
+
+def full_record(payload: dict[str, Any]) -> None:
+    """The disk has no room for any line of metrics.jsonl."""
+
+    def refuse(*_: Any) -> None:
+        raise CheckpointError("metrics.jsonl: cannot be written; the run stops here")
+
+    MetricsWriter.write = lambda self, *rest: refuse() if _rank() == 0 else None

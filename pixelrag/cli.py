@@ -6,8 +6,8 @@ The launchers' own flags are dropped: rank and world are read from the environme
 
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import NoReturn
 
@@ -18,42 +18,70 @@ from pixelrag.errors import ConfigError, PixelragError
 class Command:
     """A command: what it does in a line, its handler's module, and how its arguments are read.
 
-    With `config` the arguments are options of the contrastive job (and the flags named in `own`)
-    and the handler gets the built configuration, else it gets the arguments as they stand.
+    With `job` the arguments are options of that job and flags of the command's `own` (name ->
+    meaning), and the handler gets the built configuration; with "any", of the job that they name.
+    Without, the handler gets the arguments as they stand.
     """
 
     summary: str
     module: str
-    config: bool = False
-    own: tuple[str, ...] = ()
+    job: str | None = None
+    own: Mapping[str, str] = field(default_factory=dict)
+
+
+_FOLDER = "folder to write (required)"
+_CODEC = "exact, or int8: half the size and inexact (default exact)"
 
 
 COMMANDS = {
     "contrastive": Command(
-        "train a retriever on (query, document) rows", "pixelrag.train.contrastive", config=True
+        "train a retriever on (query, document) rows", "pixelrag.train.contrastive", "contrastive"
+    ),
+    "distill": Command(
+        "train a small language model on a larger one's distributions",
+        "pixelrag.train.distill",
+        "distill",
     ),
     "validate": Command(
-        "check a configuration and every row of its data", "pixelrag.validate", config=True
+        "check a configuration and every row of its data", "pixelrag.validate.command", "any"
     ),
     "verify": Command(
         "prove on this machine that the gradients are those of the full batch",
         "pixelrag.verify.command",
     ),
     "eval": Command(
-        "measure a model on data.eval without training",
+        "measure a model on held-out data without training",
         "pixelrag.train.evaluate",
-        config=True,
-        own=("output",),
+        "any",
+        {"output": "JSON file to write, with what is measured of every query"},
+    ),
+    "cache-states": Command(
+        "write a teacher's final hidden states, to distil from later",
+        "pixelrag.train.cache_states",
+        "distill",
+        {"output": _FOLDER, "codec": _CODEC},
+    ),
+    "cache-logits": Command(
+        "write a teacher's likeliest tokens, to distil from later",
+        "pixelrag.train.cache_logits",
+        "distill",
+        {"output": _FOLDER, "k": "tokens kept of each distribution (default 64)"},
+    ),
+    "teacher": Command(
+        "serve a teacher to jobs that run elsewhere",
+        "pixelrag.train.serve_teacher",
+        "distill",
+        {"listen": "path of a Unix socket, or host:port (required)", "codec": _CODEC},
     ),
     "demo": Command("run a job on real data that needs no download", "pixelrag.demo"),
 }
-DEMOS = {"contrastive": "pixelrag.demo.contrastive"}
+DEMOS = {"contrastive": "pixelrag.demo.contrastive", "distill": "pixelrag.demo.distill"}
 
 _WIDTH = max(len(name) for name in COMMANDS)
 USAGE = f"""\
 usage: pixelrag COMMAND [arguments]      (also python -m pixelrag, torchrun -m pixelrag)
 
-Trains visual and textual retrievers with the exact gradients of very large batches.
+Trains retrievers with the exact gradients of very large batches, and distils language models.
 
 commands
 {chr(10).join(f"  {name:<{_WIDTH}}  {command.summary}" for name, command in COMMANDS.items())}
@@ -139,7 +167,7 @@ def _run(words: list[str]) -> int:
     command = COMMANDS[name]
     if name == "demo":
         return _run_demo(arguments)
-    if not command.config:
+    if command.job is None:
         return import_module(command.module).main(arguments)
     return _run_configured(name, command, arguments)
 
@@ -163,19 +191,18 @@ def _run_demo(arguments: list[str]) -> int:
 
 
 def _run_configured(name: str, command: Command, arguments: list[str]) -> int:
-    from pixelrag.config.contrastive import ContrastiveConfig
+    from pixelrag.config import jobs
 
     if "--help" in arguments or "-h" in arguments:
-        from pixelrag.config.help import help_text
-
         sys.stdout.write(
-            help_text(f"pixelrag {name}", command.summary, ContrastiveConfig, command.own)
+            jobs.help_of(f"pixelrag {name}", command.summary, command.job, command.own)
         )
         return 0
     from pixelrag.config.base import load
 
     try:
-        config, own = load(ContrastiveConfig, arguments, command.own)
+        job = jobs.job_of(arguments) if command.job == "any" else command.job
+        config, own = load(jobs.config_class(job), arguments, tuple(command.own))
     except ConfigError as error:
         # Every rank of a host reads the same files; one of them tells what is wrong.
         error.told_by_main = os.environ.get("LOCAL_RANK", "0") != "0"

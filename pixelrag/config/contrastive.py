@@ -41,6 +41,8 @@ class BatchConfig(Section):
 class EvalConfig(Section):
     every_steps: int | None = Field(None, ge=1)
     """Evaluate every so many steps; null = only at the end."""
+    on_start: bool = False
+    """Evaluate before the first step as well; best/ is chosen among what was trained."""
     batch_size: int = Field(32, ge=1)
     """Rows a rank encodes at once."""
     corpus: str | None = None
@@ -114,12 +116,12 @@ def _evaluation_conflicts(config: ContrastiveConfig) -> Iterator[Conflict]:
         )
     if config.data.eval:
         return
-    for name in ("every_steps", "corpus", "max_rows"):
+    for name in ("every_steps", "on_start", "corpus", "max_rows"):
         value = getattr(config.eval, name)
-        if value is not None:
+        if value not in (None, False):
             yield Conflict(
                 (f"eval.{name}", "data.eval"),
-                got=f"eval.{name} {value} without data.eval",
+                got=f"eval.{name} {'true' if value is True else value} without data.eval",
                 remedy="name held-out rows in data.eval",
             )
     if metric != CheckpointConfig().best_metric and metric in IN_BATCH_METRICS + RETRIEVAL_METRICS:

@@ -257,11 +257,11 @@ def _evaluation_conflicts(config: DistillConfig) -> Iterator[Conflict]:
         )
     if data.eval or data.eval_samples is not None:
         return
-    for name in ("every_steps", "max_samples"):
+    for name in ("every_steps", "on_start", "max_samples"):
         value = getattr(config.eval, name)
-        if value is not None:
+        if value not in (None, False):
             yield Conflict(
                 (f"eval.{name}", "data.eval", "data.eval_samples"),
-                got=f"eval.{name} {value} without anything held out",
+                got=f"eval.{name} {shown(value)} without anything held out",
                 remedy="name held-out files in data.eval, or set data.eval_samples",
             )

@@ -194,6 +194,8 @@ class DistillOptimConfig(OptimConfig):
 class DistillEvalConfig(Section):
     every_steps: int | None = Field(None, ge=1)
     """Evaluate every so many steps; null = only at the end."""
+    on_start: bool = False
+    """Evaluate before the first step as well; best/ is chosen among what was trained."""
     batch_size: int = Field(4, ge=1)
     """Rows of a rank that go through the models at once."""
     max_samples: int | None = Field(None, ge=1)

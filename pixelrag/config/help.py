@@ -1,6 +1,7 @@
 """The `--help` of a command that takes a job's configuration: every option, default and meaning."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -11,10 +12,16 @@ from pixelrag.config.yaml_file import write_yaml
 
 
 def help_text(
-    program: str, summary: str, config_class: type[BaseModel], own: Sequence[str] = ()
+    program: str,
+    summary: str,
+    config_class: type[BaseModel],
+    own: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    """The help text of `program`, its options grouped by section, at most 100 columns wide."""
-    own_usage = "".join(f" [--{name} FILE]" for name in own)
+    """The help text of `program`, its options grouped by section, at most 100 columns wide.
+
+    `own` holds the command's own flags: name -> meaning.
+    """
+    own_usage = "".join(f" [--{name} VALUE]" for name in own)
     lines = [
         f"usage: {program} [--config FILE ...]{own_usage} [--SECTION.OPTION VALUE ...]",
         "",
@@ -24,6 +31,8 @@ def help_text(
         "[a, b] or a,b; true and false are spelled out; null is nothing.",
         *(f"--{short} VALUE is short for --{path} VALUE." for short, path in SHORTCUTS.items()),
     ]
+    if own:
+        lines += ["", "this command", *(f"  --{name}  {text}" for name, text in own.items())]
     section = None
     for path, field in options_of(config_class).items():
         here = path.rpartition(".")[0]

@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from pixelrag.data.chat import parse_text_row
 from pixelrag.data.lines import BadRow, file_labels, listing
@@ -28,7 +28,7 @@ _BATCH = 256
 
 @dataclass(frozen=True, slots=True)
 class TextReport:
-    """What `load_texts` found.
+    """What `read_texts` found.
 
     Attributes:
         num_rows: rows read, good and bad.
@@ -54,22 +54,42 @@ def load_texts(
     sources: str | Sequence[str],
     encoder: TextEncoder,
     *,
-    split: str = "train",
     bad_rows: Literal["error", "skip"] = "error",
+    **options: Any,
+) -> tuple[TokenStore, TextReport]:
+    """Read, check and tokenize every row of every source; refuse what cannot be trained on.
+
+    Args:
+        sources, encoder, options: as for `read_texts`.
+        bad_rows: "error" refuses bad rows, in one message; "skip" leaves them out and says so.
+
+    Raises:
+        DataError: as for `read_texts`; or rows are bad and `bad_rows` is "error"; or no row is
+            usable.
+        ModelError: as for `read_texts`.
+    """
+    store, report = read_texts(sources, encoder, **options)
+    _refuse_or_skip(report, [sources] if isinstance(sources, str) else sources, bad_rows)
+    return store, report
+
+
+def read_texts(
+    sources: str | Sequence[str],
+    encoder: TextEncoder,
+    *,
+    split: str = "train",
     max_samples: int | None = None,
     streaming: bool = False,
     shuffle_seed: int = STREAM_SHUFFLE_SEED,
     shuffle_buffer: int = 10_000,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[TokenStore, TextReport]:
-    """Read, check and tokenize every row of every source.
+    """Read, check and tokenize every row of every source; the report names every bad one.
 
     Args:
         sources: files and data sets, see `pixelrag.data.text_sources`.
         encoder: makes tokens of rows.
         split: of data sets that do not name their own.
-        bad_rows: "error" refuses bad rows, all of them in one message; "skip" leaves them out and
-            says so.
         max_samples: keep at most so many good rows, drawn by `shuffle_seed`, of several sources in
             turns; None keeps all, in their order.
         streaming: read data sets as streams, shuffled.
@@ -77,8 +97,7 @@ def load_texts(
         progress: told the number of rows read.
 
     Raises:
-        DataError: a source cannot be read or is named twice; or rows are bad and `bad_rows` is
-            "error"; or no row is usable.
+        DataError: a source cannot be read or is named twice.
         ModelError: the tokenizer has no usable chat template.
     """
     names = [sources] if isinstance(sources, str) else list(sources)
@@ -119,7 +138,6 @@ def load_texts(
             progress(num_rows)
     store = builder.build(labels)
     report = TextReport(num_rows, len(store), len(store.ids), num_supervised, bad)
-    _refuse_or_skip(report, names, bad_rows)
     if max_samples is not None and len(store) < max_samples:
         logger.warning(
             "data.max_samples is %d, but the data has %d usable rows", max_samples, len(store)
@@ -147,7 +165,7 @@ def _encoded(
         yield source, number, tokens
 
 
-def _refuse_or_skip(report: TextReport, names: list[str], bad_rows: str) -> None:
+def _refuse_or_skip(report: TextReport, names: Sequence[str], bad_rows: str) -> None:
     if not report.num_rows:
         raise DataError(f"{', '.join(names) or 'data.train'}: no rows")
     if not report.bad:

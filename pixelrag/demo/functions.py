@@ -6,6 +6,7 @@ meant them. That makes a retrieval task of real text without a download.
 
 import ast
 import functools
+import inspect
 import re
 import sysconfig
 import tokenize
@@ -42,6 +43,7 @@ class Function:
             line's end to at most 900 characters.
         source: its lines as they stand in the file, without docstrings and decorators, moved to
             the left margin.
+        docstring: all of it, without its indentation.
         kind: "function", "method" or "coroutine".
     """
 
@@ -51,6 +53,7 @@ class Function:
     code: str
     source: str
     kind: str
+    docstring: str
 
     @property
     def module(self) -> str:
@@ -156,7 +159,8 @@ def _functions_of(
             "body " + _cut(f"{signature}\n{indented}"),
             "code " + code,
         }
-        function = Function(file, ".".join(path), summary, code, source, kind)
+        name = ".".join(path)
+        function = Function(file, name, summary, code, source, kind, inspect.cleandoc(docstring))
         yield function, frozenset(marks)
 
 

@@ -53,3 +53,24 @@ def tiles_verdict(metrics: Path, num_eval: int) -> tuple[list[str], dict]:
         f"training loss {losses[0]:.2f} (mean of the first steps logged) -> {losses[-1]:.2f}; "
         f"held-out accuracy among {num_eval} pages {accuracy:.3f}, chance {chance:.3f}"
     ], results
+
+
+def distill_table(metrics: Path) -> tuple[list[str], dict]:
+    """Compare the evaluations before the first step and after the last one of a distillation run.
+
+    Returns:
+        Lines of a table, and the numbers.
+    """
+    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    evaluations = [row for row in rows if "eval/loss" in row]
+    first, last = evaluations[0], evaluations[-1]
+    lines = [f"{'held out':26} before   after"]
+    results = {}
+    for name, label in (
+        ("eval/ce_loss", "cross entropy"),
+        ("eval/kd_loss", "KL to the teacher (x T^2)"),
+        ("eval/agreement", "same top token"),
+    ):
+        lines.append(f"{label:26} {first[name]:.4f}  {last[name]:.4f}")
+        results[name.removeprefix("eval/")] = {"before": first[name], "after": last[name]}
+    return lines, results

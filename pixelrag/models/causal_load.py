@@ -109,21 +109,16 @@ def load_student(
         ModelError: the model is not there, lacks weights, or does not fit what is asked of it.
     """
     source = student_source(config)
-    adapter = source.json(ADAPTER_FILE) if source.gguf_file is None else None
-    base = source
-    if adapter:
-        base = resolve_source(
-            adapter.get("base_model_name_or_path") or "", setting=f"{source.name}'s base model"
-        )
-        if config.random_init:
-            raise ModelError("student.random_init with an adapter's folder: choose one")
+    base, adapter = _base_of(source)
+    if adapter and config.random_init:
+        raise ModelError("student.random_init with an adapter's folder: choose one")
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(seed)
         model = _load(base, config, "student", dtype, half_precision, cuda, config.random_init)
         if config.num_layers is not None:
             keep_layers(model, config.num_layers)
         with quiet():
-            lm = _with_adapters(model, adapter_config, source if adapter else None, base)
+            lm = _with_adapters(model, adapter_config, adapter, base)
     lm = _widened(lm, dtype)
     student = CausalLM(lm, "student")
     if config.gradient_checkpointing:
@@ -157,6 +152,42 @@ def load_frozen(
         str(dtype).removeprefix("torch."), len(teacher.blocks()), teacher.vocab_rows,
     )  # fmt: skip
     return teacher.eval()
+
+
+def outline(
+    config: StudentConfig | TeacherConfig, adapter_config: AdapterConfig | None = None
+) -> CausalLM:
+    """A model's modules and shapes without its weights: nothing is allocated.
+
+    Args:
+        config: the configuration's `student` or `teacher` section.
+        adapter_config: its `lora` section; None = no adapters.
+
+    Raises:
+        ModelError: its configuration is not there or not one of a causal language model.
+    """
+    is_student = isinstance(config, StudentConfig)
+    setting = "student" if is_student else "teacher"
+    base, _ = _base_of(student_source(config) if is_student else teacher_source(config))
+    # What runs on other hardware need not run here.
+    plain = config.model_copy(update={"attention": "eager", "liger": "off"})
+    with torch.device("meta"):
+        model = _load(base, plain, setting, torch.float32, False, False, True)
+    if is_student and config.num_layers is not None:
+        keep_layers(model, config.num_layers)
+    if adapter_config is not None and adapter_config.enabled:
+        with quiet():
+            model = _with_adapters(model, adapter_config, None, base)
+    return CausalLM(model, setting)
+
+
+def _base_of(source: ModelSource) -> tuple[ModelSource, ModelSource | None]:
+    """The model itself, and the folder of the adapter on it if `source` is one."""
+    adapter = source.json(ADAPTER_FILE) if source.gguf_file is None else None
+    if not adapter:
+        return source, None
+    name = adapter.get("base_model_name_or_path") or ""
+    return resolve_source(name, setting=f"{source.name}'s base model"), source
 
 
 def _load(

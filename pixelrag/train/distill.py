@@ -98,6 +98,29 @@ def train(config: DistillConfig, world: World) -> dict[str, Any]:
         task.close()
 
 
+def evaluate(config: DistillConfig, world: World) -> dict[str, float]:
+    """Measure the student against the teacher on what is held out; a collective."""
+    with together():
+        tokenizer = load_tokenizer(
+            student_source(config.student), trust_remote_code=config.student.trust_remote_code
+        )
+    contract = from_main(lambda: agree_on_models(config, tokenizer))
+    data = open_data(
+        config, tokenizer, world,
+        vocab_size=contract.vocab_size, attention_cost=contract.attention_cost,
+    )  # fmt: skip
+    container = build_container(config, world, contract)
+    engine = engine_for(config, world, container, container.student.blocks())
+    teacher = open_teacher(config, world, contract, data)
+    try:
+        evaluator = DistillEvaluator(
+            data.held_out, tokenizer.pad_token_id, config.eval.batch_size, world
+        )
+        return evaluator(engine, teacher)
+    finally:
+        teacher.close()
+
+
 def rows_of_a_step(config: DistillConfig, world: World) -> int:
     """Rows of an optimizer step over all ranks."""
     batch = config.batch

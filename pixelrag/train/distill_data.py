@@ -53,40 +53,65 @@ def open_data(
         ModelError: the tokenizer has no usable chat template.
     """
     store = _shared_store(config, config.data.train, tokenizer, world, "train")
-    with together():
-        check_tokens(store, vocab_size)
-        samples, held_out_samples, held_out_store = None, None, None
-        if config.data.eval_samples is not None:
-            held_out_store = store
-            samples, held_out_samples = hold_out(
-                store, config.data.eval_samples, config.data.split_seed
-            )
+    held_out_store = None
     if config.data.eval:
         held_out_store = _shared_store(config, config.data.eval, tokenizer, world, "eval")
     with together():
-        settings = row_settings(config, tokenizer, attention_cost)
-        train = PackPlan(store, settings, seed=config.seed, samples=samples)
-        logger.info("training on %s", train.report)
+        for tokens in (store, held_out_store):
+            if tokens is not None:
+                check_tokens(tokens, vocab_size)
+        data = plan_rows(config, tokenizer, attention_cost, store, held_out_store)
+        logger.info("training on %s", data.train.report)
         logger.info(
-            "%d rows of %d tokens, %.2f %% full", train.num_rows, settings.row_length,
-            100 * train.fill,
+            "%d rows of %d tokens, %.2f %% full", data.train.num_rows, config.packing.length,
+            100 * data.train.fill,
         )  # fmt: skip
-        if held_out_store is None:
-            return DistillData(train, None)
-        check_tokens(held_out_store, vocab_size)
-        if held_out_samples is None:
-            held_out_samples = np.arange(len(held_out_store), dtype=np.int64)
-        # Every sample by itself, whatever the training rows do: the figure then means the same
-        # in every run.
-        alone = replace(settings, attention="isolated", separator_id=None, mask_first_token=False)
-        held_out = PackPlan(
-            held_out_store,
-            alone,
-            seed=config.data.split_seed,
-            samples=held_out_samples[: config.eval.max_samples],
+        if data.held_out is not None:
+            logger.info("held out: %s", data.held_out.report)
+        return data
+
+
+def plan_rows(
+    config: DistillConfig,
+    tokenizer: Any,
+    attention_cost: float,
+    store: TokenStore,
+    held_out_store: TokenStore | None = None,
+) -> DistillData:
+    """Plan the rows of tokenized samples.
+
+    Args:
+        config: the job's configuration.
+        tokenizer: the student's.
+        attention_cost: see `open_data`.
+        store: samples of `data.train`.
+        held_out_store: samples of `data.eval`, if there are any.
+
+    Raises:
+        DataError: nothing is left to train on.
+    """
+    samples = held_out_samples = None
+    if config.data.eval_samples is not None:
+        held_out_store = store
+        samples, held_out_samples = hold_out(
+            store, config.data.eval_samples, config.data.split_seed
         )
-        logger.info("held out: %s", held_out.report)
-        return DistillData(train, held_out)
+    settings = row_settings(config, tokenizer, attention_cost)
+    train = PackPlan(store, settings, seed=config.seed, samples=samples)
+    if held_out_store is None:
+        return DistillData(train, None)
+    if held_out_samples is None:
+        held_out_samples = np.arange(len(held_out_store), dtype=np.int64)
+    # Every sample by itself, whatever the training rows do: the figure then means the same in
+    # every run.
+    alone = replace(settings, attention="isolated", separator_id=None, mask_first_token=False)
+    held_out = PackPlan(
+        held_out_store,
+        alone,
+        seed=config.data.split_seed,
+        samples=held_out_samples[: config.eval.max_samples],
+    )
+    return DistillData(train, held_out)
 
 
 def row_settings(config: DistillConfig, tokenizer: Any, attention_cost: float) -> RowSettings:
@@ -147,26 +172,40 @@ def _shared_store(
 def _tokenize(
     config: DistillConfig, sources: list[str], tokenizer: Any, *, draw: bool
 ) -> TokenStore:
-    data = config.data
-    template = None
-    if data.chat_template is not None:
-        try:
-            template = Path(data.chat_template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(
-                f"data.chat_template {data.chat_template}: cannot be read ({error})"
-            ) from error
     store, _ = load_texts(
         sources,
-        TextEncoder(tokenizer, supervise=data.supervise, chat_template=template),
-        split=data.split,
-        bad_rows=data.bad_rows,
-        max_samples=data.max_samples if draw else None,
-        streaming=data.streaming and draw,
-        shuffle_seed=data.stream_shuffle_seed,
-        shuffle_buffer=data.stream_shuffle_buffer,
+        text_encoder(config, tokenizer),
+        bad_rows=config.data.bad_rows,
+        **reading_options(config, draw=draw),
     )
     return store
+
+
+def text_encoder(config: DistillConfig, tokenizer: Any) -> TextEncoder:
+    """What makes tokens of the rows.
+
+    Raises:
+        DataError: `data.chat_template` cannot be read.
+    """
+    template, path = None, config.data.chat_template
+    if path is not None:
+        try:
+            template = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"data.chat_template {path}: cannot be read ({error})") from error
+    return TextEncoder(tokenizer, supervise=config.data.supervise, chat_template=template)
+
+
+def reading_options(config: DistillConfig, *, draw: bool) -> dict[str, Any]:
+    """How rows are read; only those to train on are drawn and streamed."""
+    data = config.data
+    return {
+        "split": data.split,
+        "max_samples": data.max_samples if draw else None,
+        "streaming": data.streaming and draw,
+        "shuffle_seed": data.stream_shuffle_seed,
+        "shuffle_buffer": data.stream_shuffle_buffer,
+    }
 
 
 def eval_rows(plan: PackPlan) -> NDArray[np.int64]:

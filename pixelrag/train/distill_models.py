@@ -116,21 +116,29 @@ def open_teacher(
                     "been tried with isolated ones; start it with packing.attention isolated"
                 )
             return remote
-        folder = Path(teacher.path)
-        cached = CachedTeacher(folder, world.device)
-        plans = [plan for plan in (data.train, data.held_out) if plan is not None]
-        expected = {
-            "kind": "top_k" if teacher.source == "cache" else "hidden_states",
-            "vocab_size": contract.vocab_size,
-            "vocabulary": contract.vocabulary,
-            "max_length": config.packing.length,
-            "overlong": config.packing.overlong,
-            "data": tuple(plan.store.fingerprint for plan in plans),
-        }
-        if teacher.source == "cache":
-            expected["temperature"] = config.loss.temperature
-        cached.manifest.check(folder, expected)
-        return cached
+        check_cache(config, contract, data)
+        return CachedTeacher(Path(teacher.path), world.device)
+
+
+def check_cache(config: DistillConfig, contract: Contract, data: DistillData) -> None:
+    """Compare what a cache was written of with what it is asked for.
+
+    Raises:
+        ProvenanceError: it is of something else, or cannot be read.
+    """
+    folder, source = Path(config.teacher.path), config.teacher.source
+    plans = [plan for plan in (data.train, data.held_out) if plan is not None]
+    expected = {
+        "kind": "top_k" if source == "cache" else "hidden_states",
+        "vocab_size": contract.vocab_size,
+        "vocabulary": contract.vocabulary,
+        "max_length": config.packing.length,
+        "overlong": config.packing.overlong,
+        "data": tuple(plan.store.fingerprint for plan in plans),
+    }
+    if source == "cache":
+        expected["temperature"] = config.loss.temperature
+    Manifest.read(folder).check(folder, expected)
 
 
 def _check_length(config: DistillConfig, model_config: object, name: str) -> None:

@@ -1,4 +1,7 @@
-"""`pixelrag eval`: measures a model on the held-out rows of a configuration, without training."""
+"""`pixelrag eval`: measures a model on the held-out rows of a configuration, without training.
+
+A retriever is measured against its documents, a student against its teacher.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,22 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pixelrag.config.contrastive import ContrastiveConfig
+from pixelrag.config.distill import DistillConfig
 from pixelrag.distributed.collectives import from_main
 from pixelrag.distributed.env import World, process_group, read_ranks
 from pixelrag.errors import CheckpointError, ConfigError
 from pixelrag.evaluate.bootstrap import bootstrap_interval
 from pixelrag.evaluate.pairs import PairEvaluation
+from pixelrag.train import distill
 from pixelrag.train.contrastive import build_biencoder, build_evaluator
 from pixelrag.train.job import engine_for, show_log
 
 
-def main(config: ContrastiveConfig, own: Mapping[str, str]) -> int:
-    """Print the figures of ``model.name_or_path`` on ``data.eval``; returns the exit code.
+def main(config: ContrastiveConfig | DistillConfig, own: Mapping[str, str]) -> int:
+    """Print the figures of the model on the held-out rows; returns the exit code.
 
     Args:
         config: a training configuration; what concerns training is not used.
@@ -28,15 +34,27 @@ def main(config: ContrastiveConfig, own: Mapping[str, str]) -> int:
         ConfigError: no held-out rows.
         CheckpointError: the output file cannot be written.
     """
-    if not config.data.eval:
+    taught = isinstance(config, DistillConfig)
+    if not config.data.eval and not (taught and config.data.eval_samples):
         raise ConfigError("data.eval: got no files; name the held-out rows to evaluate on")
     show_log(read_ranks()[0])
     with process_group(config.engine.device, config.engine.timeout_seconds) as world:
-        evaluation = evaluate(config, world)
+        if taught:
+            figures = distill.evaluate(config, world)
+            model, details = config.student.name_or_path, {"teacher": config.teacher.name_or_path}
+            lines = [f"{name:<16} {value:.4f}" for name, value in figures.items()]
+        else:
+            evaluation = evaluate(config, world)
+            figures, model = evaluation.figures, config.model.name_or_path
+            per_query = {name: values.tolist() for name, values in evaluation.per_query.items()}
+            details, lines = {"per_query": per_query}, _lines(evaluation)
         if world.is_main:
-            _print(evaluation)
+            sys.stdout.write("\n".join(lines) + "\n")
+            sys.stdout.flush()
         if "output" in own:
-            from_main(lambda: _write(evaluation, config, Path(own["output"])))
+            data = list(config.data.eval or config.data.train)
+            content = {"model": model, "data": data, "figures": figures, **details}
+            from_main(lambda: _write(content, Path(own["output"])))
     return 0
 
 
@@ -48,24 +66,19 @@ def evaluate(config: ContrastiveConfig, world: World) -> PairEvaluation:
     return evaluator(engine, 1.0 / config.loss.temperature)
 
 
-def _print(evaluation: PairEvaluation) -> None:
+def _lines(evaluation: PairEvaluation) -> list[str]:
+    lines = []
     for name, value in evaluation.figures.items():
         line = f"{name:<16} {value:.4f}"
         values = evaluation.per_query.get(name.removeprefix("eval/"))
         if values is not None:
             interval = bootstrap_interval(values, seed=0)
             line += f"   95 % interval {interval.low:.4f} to {interval.high:.4f}"
-        sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+        lines.append(line)
+    return lines
 
 
-def _write(evaluation: PairEvaluation, config: ContrastiveConfig, path: Path) -> None:
-    content = {
-        "model": config.model.name_or_path,
-        "data": list(config.data.eval),
-        "figures": evaluation.figures,
-        "per_query": {name: values.tolist() for name, values in evaluation.per_query.items()},
-    }
+def _write(content: Mapping[str, Any], path: Path) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

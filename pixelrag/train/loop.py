@@ -95,6 +95,8 @@ class Loop:
         with writer, view, StopRequest(self._output) as stop:
             from_main(self._open_folder)
             step = first
+            if self._config.eval.on_start and self._resumed is None:
+                self._evaluate(step, writer, view, may_be_best=False)
             while step < self._total_steps and stop_reason is None:
                 figures = self._step(step)
                 step += 1
@@ -183,15 +185,19 @@ class Loop:
         if step == self._total_steps or (every is not None and step % every == 0):
             self._evaluate(step, writer, view)
 
-    def _evaluate(self, step: int, writer: MetricsWriter, view: ProgressView) -> None:
+    def _evaluate(
+        self, step: int, writer: MetricsWriter, view: ProgressView, *, may_be_best: bool = True
+    ) -> None:
         with self._throughput.excluded():
             figures = self._task.evaluate()
             if not figures:
                 return
-            self._last_figures = figures
             with together():
                 writer.write(step, figures)
             view.figures(step, figures)
+            if not may_be_best:
+                return
+            self._last_figures = figures
             metric = self._config.checkpoint.best_metric
             value = figures[metric]
             lower_is_better = metric.endswith("loss")

@@ -58,7 +58,7 @@ class Project:
         return process.returncode, output
 
     def installs(self) -> int:
-        return self.calls.read_text().count("-m pip install")
+        return self.calls.read_text().count("--editable")
 
     @property
     def stamps(self) -> list[Path]:

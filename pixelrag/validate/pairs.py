@@ -1,17 +1,15 @@
-"""`pixelrag validate`: every row of a job's data, checked without training."""
-
-import sys
+"""Every row of a contrastive job's data, images opened."""
 
 from pixelrag.config.contrastive import ContrastiveConfig
 from pixelrag.errors import DataError
+from pixelrag.validate.say import say
 
 
-def main(config: ContrastiveConfig) -> int:
-    """Print each bad row by file, line and reason, and a summary; return 3 where there are any.
+def check(config: ContrastiveConfig) -> int:
+    """Print each bad row by file, line and reason; return 3 where there are any.
 
-    The configuration has been checked before this is called. A file that cannot be read at all is
-    reported like a bad row, and the others are still checked. Negatives beyond
-    `data.num_hard_negatives` are not opened, as training does not open them.
+    A file that cannot be read at all is reported like a bad row, and the others are still checked.
+    Negatives beyond `data.num_hard_negatives` are not opened, as training does not open them.
     """
     from pixelrag.data.images import image_progress_bar
     from pixelrag.data.pairs import check_files, load_corpus
@@ -25,12 +23,12 @@ def main(config: ContrastiveConfig) -> int:
                 )
         except DataError as error:
             failed = True
-            _say(str(error))
+            say(str(error))
             continue
         for bad in report.bad:
-            _say(f"{bad.file}:{bad.line}: {bad.reason}")
+            say(f"{bad.file}:{bad.line}: {bad.reason}")
         failed |= bool(report.bad)
-        _say(
+        say(
             f"{path}: {report.num_rows} rows, {report.num_documents} distinct documents, "
             f"{report.num_bad_rows} bad rows"
         )
@@ -39,13 +37,8 @@ def main(config: ContrastiveConfig) -> int:
         try:
             with image_progress_bar(f"Opening images of {corpus}") as progress:
                 documents = load_corpus(corpus, progress)
-            _say(f"{corpus}: {len(documents)} distinct documents to search")
+            say(f"{corpus}: {len(documents)} distinct documents to search")
         except DataError as error:
             failed = True
-            _say(str(error))
-    _say("not valid" if failed else "valid")
+            say(str(error))
     return DataError.exit_code if failed else 0
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")

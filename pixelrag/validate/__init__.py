@@ -1,0 +1,1 @@
+"""`pixelrag validate`: a configuration and every row of its data, checked without training."""

@@ -4,6 +4,7 @@ Defaults are the playbook's (T = 2, CE weight 0.3, chunks of 2048, rows of 4096,
 accumulation 2, seeds of 25), but for what needs a GPU.
 """
 
+from datetime import date
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
@@ -14,6 +15,9 @@ from pixelrag.config.section import Section
 
 Attention = Literal["auto", "eager", "sdpa", "flash_attention_2", "varlen"]
 Switch = Literal["auto", "on", "off"]
+
+TEMPLATE_DATE = "2024-07-26"
+"""The day that Llama 3's templates fall back on where nobody tells them one."""
 
 
 class StudentConfig(Section):
@@ -100,6 +104,8 @@ class ChatDataConfig(Section):
     """Tokens that count: of all the assistant's turns, of its last one, or all of them."""
     chat_template: str | None = Field(None, min_length=1)
     """File of a chat template; null = the tokenizer's own."""
+    template_date: str = TEMPLATE_DATE
+    """Day that a chat template is told is today, YYYY-MM-DD; the clock would change the data."""
     num_workers: int = Field(0, ge=0)
     """Processes a rank uses to prepare batches; 0 = none beside itself."""
     prefetch_factor: int = Field(2, ge=1)
@@ -119,6 +125,18 @@ class ChatDataConfig(Section):
             raise PydanticCustomError("paths", "paths that are not empty")
         if len(set(value)) < len(value):
             raise PydanticCustomError("paths", "each path once")
+        return value
+
+    @field_validator("template_date", mode="before")
+    @classmethod
+    def _real_day(cls, value: Any) -> Any:
+        try:
+            # Python reads 20240726 and 2024-W30-5 as well; one day shall have one spelling.
+            good = date.fromisoformat(value).isoformat() == value
+        except (TypeError, ValueError):
+            good = False
+        if not good:
+            raise PydanticCustomError("paths", f"a day as in {TEMPLATE_DATE}")
         return value
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from pixelrag.config.distill_parts import TEMPLATE_DATE
 from pixelrag.data.answer_spans import AnswerFinder, reasoning_text, shown_text
 from pixelrag.data.chat import Chat
 from pixelrag.data.schema import RowError
@@ -30,6 +31,7 @@ class ChatTemplate:
         tokenizer: has the template.
         template: text of another one to use instead of the tokenizer's.
         variables: given to the template in every chat, such as `enable_thinking`.
+        date: day, YYYY-MM-DD, that the template is told is today.
 
     Raises:
         ModelError: there is no template, it cannot be rendered, or it does not show what the
@@ -41,8 +43,9 @@ class ChatTemplate:
         tokenizer: PreTrainedTokenizerBase,
         template: str | None = None,
         variables: Mapping[str, Any] | None = None,
+        date: str = TEMPLATE_DATE,
     ) -> None:
-        self._renderer = Renderer(tokenizer, template, variables)
+        self._renderer = Renderer(tokenizer, template, variables, date)
         self._finder: AnswerFinder | None = None
         self._told = False
         # Some tokenizers have another template for chats with tools, marked or not.

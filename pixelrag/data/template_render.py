@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from pixelrag.config.distill_parts import TEMPLATE_DATE
 from pixelrag.data.chat import Chat
 from pixelrag.data.schema import RowError
 from pixelrag.errors import ModelError
@@ -17,6 +20,8 @@ Span = tuple[int, int]
 """Character positions, start and stop, in a rendered chat."""
 
 _MARKED = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
+_DIRECTIVE = re.compile(r"%[-_0^#EO]*[A-Za-z]")
+_PERCENT = "\ue0c0"
 _THOUGHT_MARKS = {"<think>", "</think>"}
 
 
@@ -27,6 +32,8 @@ class Renderer:
         tokenizer: has the template.
         template: another one to use instead of the tokenizer's.
         variables: given to the template in every chat, such as `enable_thinking`.
+        date: day, YYYY-MM-DD, that `strftime_now` tells a template, which would otherwise write
+            the day of its rendering into the chat.
 
     Attributes:
         name: the tokenizer's, for messages.
@@ -43,6 +50,7 @@ class Renderer:
         tokenizer: PreTrainedTokenizerBase,
         template: str | None = None,
         variables: Mapping[str, Any] | None = None,
+        date: str = TEMPLATE_DATE,
     ) -> None:
         self.name = tokenizer.name_or_path or type(tokenizer).__name__
         if template is None and not tokenizer.chat_template:
@@ -53,6 +61,7 @@ class Renderer:
         self._tokenizer = tokenizer
         self._template = template
         self._variables = dict(variables or {})
+        self._day = datetime.fromisoformat(date)
         special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
         special |= set(tokenizer.all_special_tokens)
         self.control = re.compile(any_of(special - _THOUGHT_MARKS))
@@ -69,7 +78,7 @@ class Renderer:
             return self._tokenizer.apply_chat_template(
                 list(chat.messages),
                 tools=list(chat.tools) or None,
-                chat_template=self._template,
+                chat_template=self._template_for(chat.tools),
                 tokenize=False,
                 **self._variables | dict(chat.template_kwargs) | variables,
             )
@@ -110,7 +119,30 @@ class Renderer:
         return texts[0], spans[0]
 
     def _template_for(self, tools: Sequence[dict[str, Any]]) -> str:
-        return self._tokenizer.get_chat_template(self._template, list(tools) or None)
+        template = self._tokenizer.get_chat_template(self._template, list(tools) or None)
+        return dated(template, self._day)
+
+
+def dated(template: str, day: datetime) -> str:
+    """The template with its calls of `strftime_now` answered for a day, not by the clock.
+
+    Args:
+        template: a chat template.
+        day: what the calls tell.
+    """
+    if "strftime_now" not in template:
+        return template
+    # Values given to a template are plain data, so none can take the function's place; a macro of
+    # its name does.
+    swaps = [("%%", _PERCENT)]
+    swaps += [(part, day.strftime(part)) for part in sorted(set(_DIRECTIVE.findall(template)))]
+    swaps += [(_PERCENT, "%")]
+    filters = "".join(f" | replace({json.dumps(a)}, {json.dumps(b)})" for a, b in swaps)
+    # Its line break goes with it (transformers renders with trim_blocks), so that what follows
+    # stands where it stood, at the beginning of a line.
+    return (
+        f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}\n{template}"
+    )
 
 
 def any_of(words: set[str | None]) -> str:

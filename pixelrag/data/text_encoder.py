@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from pixelrag.config.distill_parts import TEMPLATE_DATE
 from pixelrag.data.chat import Chat, Completion, PlainText, TextRow
 from pixelrag.data.chat_template import ChatTemplate
 from pixelrag.data.schema import RowError
@@ -56,6 +57,7 @@ class TextEncoder:
             one, "all" from every token, the prompt's too.
         chat_template: text of a template to use instead of the tokenizer's.
         template_variables: given to the template in every chat.
+        template_date: day, YYYY-MM-DD, that the template is told is today.
 
     Raises:
         ModelError: the tokenizer is no fast one, or has no end-of-text token.
@@ -68,6 +70,7 @@ class TextEncoder:
         supervise: Supervise = "assistant",
         chat_template: str | None = None,
         template_variables: dict[str, object] | None = None,
+        template_date: str = TEMPLATE_DATE,
     ) -> None:
         name = tokenizer.name_or_path or type(tokenizer).__name__
         if not tokenizer.is_fast:
@@ -76,7 +79,7 @@ class TextEncoder:
             raise ModelError(f"The tokenizer {name} has no end-of-text token (eos_token)")
         self._tokenizer = tokenizer
         self._supervise = supervise
-        self._template_options = chat_template, template_variables
+        self._template_options = chat_template, template_variables, template_date
         self._template: ChatTemplate | None = None
         self._can_cut = _can_cut(tokenizer)
         self._bos = _leading_token(tokenizer)

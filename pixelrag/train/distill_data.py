@@ -193,7 +193,12 @@ def text_encoder(config: DistillConfig, tokenizer: Any) -> TextEncoder:
             template = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"data.chat_template {path}: cannot be read ({error})") from error
-    return TextEncoder(tokenizer, supervise=config.data.supervise, chat_template=template)
+    return TextEncoder(
+        tokenizer,
+        supervise=config.data.supervise,
+        chat_template=template,
+        template_date=config.data.template_date,
+    )
 
 
 def reading_options(config: DistillConfig, *, draw: bool) -> dict[str, Any]:

@@ -174,6 +174,11 @@ def fresh_process(module: str, arguments: Sequence[object]) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def environment_with_threads(threads: int) -> dict[str, str]:
+    """This process's environment variables, for one that is to use so many threads."""
+    return os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+
+
 def environment(threads: int) -> dict[str, Any]:
     """Hardware and versions, for the first line of a result file."""
     model = [

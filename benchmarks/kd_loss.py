@@ -1,6 +1,6 @@
 """The distillation loss against the ways others compute it: time, memory, error of the gradient.
 
-    python -m benchmarks.kd_loss --dtype fp32 --vocab 151936 --tokens 2048 --out FILE.jsonl
+    python -m benchmarks.kd_loss --dtype fp32 --vocab 151936 --tokens 2048 --output FILE.jsonl
 
 All candidates compute 0.3 CE + 0.7 T^2 KL(teacher || student) at T = 2 from final hidden states
 and lm_head weights, with the gradients of the student's hidden states and weight:
@@ -230,7 +230,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--rounds", type=int, default=2, help="0: only the errors")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--candidates", default="naive-0,exact-256,exact-512")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--output", type=Path, help="JSONL file to write")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.threads)
@@ -238,7 +238,8 @@ def main(argv: list[str]) -> None:
         print(json.dumps(measure(arguments.worker, arguments)))
         return
     names = arguments.candidates.split(",")
-    results = common.Results(arguments.out, arguments.threads, argv)
+    command = ["benchmarks.kd_loss", *argv]
+    results = common.Results(arguments.output, arguments.threads, command)
     passed = [
         f"--{key}={getattr(arguments, key)}"
         for key in ("dtype", "vocab", "tokens", "supervised", "calls", "threads")

@@ -112,21 +112,66 @@ def communication(rows: Rows) -> str:
     return "\n\n".join([table(head, lines), table(("case", "over", "times faster"), gains)])
 
 
+def kd_loss(rows: Rows) -> str:
+    """Time, memory and gradient errors of `benchmarks.kd_loss`."""
+    summaries = of_kind(rows, "summary")
+    first = summaries[0]["candidate"] if summaries else ""
+    costs = [
+        (
+            row["candidate"],
+            f"{row['cpu']:.1f}",
+            f"{row['wall']:.1f}",
+            f"{row['added_mib']:,.0f}",
+            *(f"{row[f'{key}_to_{first}']:.3f}" for key in ("cpu", "wall", "added_mib")),
+        )
+        for row in summaries
+    ]
+    head = ("candidate", "cpu seconds", "seconds", "MiB added")
+    parts = [table((*head, *(f"{key} / {first}" for key in ("cpu", "wall", "MiB"))), costs)]
+    errors = of_kind(rows, "error")
+    if errors:
+        names = [name for name in errors[0] if name not in ("kind", "ce_weight", "loss", "kl")]
+        cases = [f"KL {row['kl']:.2g} alone" if "kl" in row else "the mixture" for row in errors]
+        lines = [(name, *(f"{row[name]:.2g}" for row in errors)) for name in names]
+        parts.append(table(("gradient error", *cases), lines))
+    return "\n\n".join(parts if summaries else parts[1:])
+
+
+def packing(rows: Rows) -> str:
+    """Tokens a second of `benchmarks.packing`."""
+    runs = [
+        (
+            row["way"],
+            row["round"],
+            f"{row['tokens_per_second']:.0f}",
+            f"{row['supervised_tokens_per_second']:.0f}",
+            f"{row['step_seconds']:.2f}",
+            f"{row['peak_gib']:.2f}",
+        )
+        for row in of_kind(rows, "run")
+    ]
+    (total,) = of_kind(rows, "summary")
+    head = ("rows", "round", "tokens a second", "supervised", "seconds a step", "peak GiB")
+    ratio = total["packed_over_unpacked"]
+    return f"{table(head, runs)}\n\nPacked over unpacked: {ratio:.2f} (median of the rounds)."
+
+
 SECTIONS: dict[str, Callable[[Rows], str]] = {
     "gradcache_cost": gradcache_cost,
     "peers": peers,
     "communication": communication,
+    "kd_loss": kd_loss,
+    "packing": packing,
 }
 
 
 def summary(folder: Path) -> str:
-    """The whole page, from those files that are there."""
+    """The whole page, from those files that are there: NAME.jsonl, or NAME-CASE.jsonl."""
     parts = ["# Measured", "Medians, with the 20th and 80th percentile."]
     for name, section in SECTIONS.items():
-        path = folder / f"{name}.jsonl"
-        if path.exists():
+        for path in sorted([*folder.glob(f"{name}.jsonl"), *folder.glob(f"{name}-*.jsonl")]):
             rows = read(path)
-            parts += [f"## {name}", conditions(rows), section(rows)]
+            parts += [f"## {path.stem}", conditions(rows), section(rows)]
     return "\n\n".join(parts) + "\n"
 
 

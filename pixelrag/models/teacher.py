@@ -1,7 +1,7 @@
 """The teacher: final hidden states of a batch's supervised tokens, and the head that reads them.
 
 Any object with the form of `TeacherSource` can teach. The one here runs the model beside the
-student; `hidden_cache.py` reads states from disk, `teacher_channel.py` asks another process.
+student; `answer_cache.py` reads states from disk, `teacher_channel.py` asks another process.
 States and head (8 KB a token at a width of 4,096 in bf16) say the same as logits (304 KB a token
 at 151,936 rows), and the loss makes logits of them chunk by chunk.
 """

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from pixelrag.cli import COMMANDS
-from pixelrag.config.contrastive import ContrastiveConfig
 from pixelrag.config.flags import SHORTCUTS
+from pixelrag.config.jobs import JOBS, config_class
 from pixelrag.config.problems import options_of
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +54,7 @@ def shell(tmp_path: Path):
 
 
 def test_there_are_quick_blocks():
-    assert len(QUICK) == 2
+    assert len(QUICK) == 3
 
 
 @pytest.mark.parametrize("block", QUICK, ids=lambda block: block.split("\n")[0][:30])
@@ -65,18 +65,18 @@ def test_the_quick_commands_run(block: str, shell):
 
 
 def test_the_example_is_valid_and_counts_its_rows(shell):
-    (block,) = [block for block in QUICK if "validate" in block]
-    out = shell(block).stdout
-    assert "my/train.jsonl: 3 rows, 6 distinct documents, 0 bad rows" in out
-    assert len(block.splitlines()) <= 20
+    pairs, chats = [block for block in QUICK if "validate" in block]
+    assert "my/train.jsonl: 3 rows, 6 distinct documents, 0 bad rows" in shell(pairs).stdout
+    assert "my/chats.jsonl: 2 rows, 0 bad" in shell(chats).stdout
+    assert max(len(pairs.splitlines()), len(chats.splitlines())) <= 22
 
 
 def test_every_command_and_only_those_is_described():
-    assert re.findall(r"^\| `pixelrag (\w+)` \|", README, re.MULTILINE) == list(COMMANDS)
+    assert re.findall(r"^\| `pixelrag ([\w-]+)` \|", README, re.MULTILINE) == list(COMMANDS)
 
 
 def test_every_command_line_names_what_exists():
-    options = options_of(ContrastiveConfig)
+    options = set().union(*(options_of(config_class(job)) for job in JOBS))
     targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert len(COMMAND_LINES) >= 8
     for words in COMMAND_LINES:

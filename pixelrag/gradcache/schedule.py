@@ -8,6 +8,7 @@ vision pass because another rank has images.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,52 +52,51 @@ def rows_of(chunk: Chunk) -> int:
 
 
 def agree_on_schedule(
-    query_chunks: list[Chunk],
-    document_chunks: list[Chunk],
-    num_real: tuple[int, int],
+    roles: Mapping[str, list[Chunk]],
+    num_real: Sequence[int],
     *,
     rank: int,
     touches_every_chunk: bool,
-) -> tuple[Side, Side]:
-    """Return the agreed query and document sides; a collective (one all-gather of integers).
+) -> tuple[Side, ...]:
+    """Return the agreed sides, one a role; a collective (one all-gather of integers).
 
     Args:
-        query_chunks: this rank's chunks, at least one (a rank without rows passes a filler).
-        document_chunks: likewise.
-        num_real: how many rows of each side count; 0 on a rank that only fills.
+        roles: this rank's chunks by role, at least one of each (a rank without rows passes a
+            filler); all ranks name the same roles in the same order.
+        num_real: how many rows of each role count; 0 on a rank that only fills.
         rank: this rank.
         touches_every_chunk: the engine wants every chunk to use the same submodules.
 
     Raises:
         DataError: on all ranks, when some rank has no chunk to run at all.
     """
-    sides = (query_chunks, document_chunks)
-    images = [any("pixel_values" in chunk for chunk in chunks) for chunks in sides]
+    count = len(roles)
+    images = [any("pixel_values" in chunk for chunk in chunks) for chunks in roles.values()]
     tokens = [
-        _num_tokens(chunks) if real else 0 for chunks, real in zip(sides, num_real, strict=True)
+        _num_tokens(chunks) if real else 0
+        for chunks, real in zip(roles.values(), num_real, strict=True)
     ]
-    mine = [*map(len, sides), *num_real, *map(int, images), *tokens]
+    mine = [*map(len, roles.values()), *num_real, *map(int, images), *tokens]
     table = exchange(mine)
-    empty = [r for r, row in enumerate(table) if row[0] == 0 or row[1] == 0]
+    empty = [r for r, row in enumerate(table) if 0 in row[:count]]
     if empty:
         raise DataError(
-            f"rank {rank}: ranks {empty} have no query or document chunk in this step; every "
+            f"rank {rank}: ranks {empty} have no {' or '.join(roles)} chunk in this step; every "
             "rank must bring at least a filler row (use a global batch of at least one row a rank)"
         )
-    most = [max(row[i] for row in table) for i in (0, 1)]
-    any_images = [any(row[i] for row in table) for i in (4, 5)]
+    any_images = [any(row[2 * count + i] for row in table) for i in range(count)]
     if touches_every_chunk:
-        any_images = [any(any_images)] * 2
+        any_images = [any(any_images)] * count
     return tuple(
         Side(
             role,
-            sides[i],
-            [row[2 + i] for row in table],
-            most[i] - len(sides[i]),
+            chunks,
+            [row[count + i] for row in table],
+            max(row[i] for row in table) - len(chunks),
             any_images[i],
-            sum(row[6 + i] for row in table),
+            sum(row[3 * count + i] for row in table),
         )
-        for i, role in enumerate(("query", "document"))
+        for i, (role, chunks) in enumerate(roles.items())
     )
 
 

@@ -13,17 +13,16 @@ The order of the calls is the same on all ranks; see `schedule`.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from pixelrag.distributed.collectives import sum_over_ranks
-from pixelrag.distributed.rng import RandContext
 from pixelrag.engine.base import Engine
+from pixelrag.gradcache.replay import collect, forward_without_graph, hand_back, replay
 from pixelrag.gradcache.schedule import Chunk, Side, agree_on_schedule, rows_of
 from pixelrag.losses.infonce import InfoNCE, info_nce
 from pixelrag.losses.temperature import scale_from_log
@@ -48,18 +47,6 @@ class StepResult:
     def is_finite(self) -> bool:
         """Whether the loss is a number; if not, no gradient was computed."""
         return math.isfinite(self.loss)
-
-
-@dataclass(slots=True)
-class _Pass:
-    """What step 1 keeps of one chunk."""
-
-    side: Side
-    chunk: Chunk
-    counts: bool
-    random: RandContext
-    embedding_BD: torch.Tensor
-    gradient_BD: torch.Tensor | None = field(default=None)
 
 
 def gradcache_step(
@@ -96,46 +83,25 @@ def gradcache_step(
     own_documents = sum(map(rows_of, document_chunks))
     fills = num_real_queries == 0
     queries, documents = agree_on_schedule(
-        query_chunks,
-        document_chunks,
+        {"query": query_chunks, "document": document_chunks},
         (0, 0) if fills else (own_queries, own_documents),
         rank=engine.rank,
         touches_every_chunk=engine.touches_every_chunk,
     )
-    passes, log_scale = _forward_without_graph(engine, [queries, documents])
+    passes, log_scale = forward_without_graph(engine, [queries, documents])
     result, scale_gradient = _loss_on_embeddings(
         engine, passes, queries, documents, positive_B, log_scale, weight, objective
     )
     if result.is_finite:
-        _replay(engine, passes, scale_gradient, last=last)
+        replay(engine, passes, scale_gradient, last=last)
     return result
-
-
-def _forward_without_graph(engine: Engine, sides: list[Side]) -> tuple[list[_Pass], torch.Tensor]:
-    passes: list[_Pass] = []
-    log_scale = None
-    with torch.no_grad():
-        for side in sides:
-            for chunk, counts in side.calls():
-                random = RandContext(engine.device)
-                # A padding call must leave no trace, not even in the random stream.
-                with contextlib.nullcontext() if counts else random.replay():
-                    embedding_BD, log_scale = _forward(engine, side, chunk)
-                passes.append(_Pass(side, chunk, counts, random, embedding_BD.detach()))
-    return passes, log_scale.detach().clone()
-
-
-def _forward(engine: Engine, side: Side, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
-    # Only the chunk in use lies on the device: the pixels of a whole batch may not fit there.
-    inputs = {key: value.to(engine.device, non_blocking=True) for key, value in chunk.items()}
-    return engine(side.role, touch_vision=side.must_touch(chunk), **inputs)
 
 
 def _loss_on_embeddings(
     engine, passes, queries, documents, positive_B, log_scale, weight, objective
 ) -> tuple[StepResult, torch.Tensor]:
-    query_BD = _collect(passes, queries)
-    document_MD = _collect(passes, documents)
+    query_BD = collect(passes, queries)
+    document_MD = collect(passes, documents)
     log_scale.requires_grad_()
     real_queries = queries.num_rows[engine.rank]
     width = documents.max_rows
@@ -164,8 +130,8 @@ def _loss_on_embeddings(
         result = dataclasses.replace(result, bad_queries=bad[0], bad_documents=bad[1])
     if result.is_finite:
         (partial.loss * weight).backward()
-        _hand_back(passes, queries, query_BD.grad)
-        _hand_back(passes, documents, document_MD.grad)
+        hand_back(passes, queries, query_BD.grad)
+        hand_back(passes, documents, document_MD.grad)
     gradient = log_scale.grad if log_scale.grad is not None else torch.zeros_like(log_scale)
     return result, gradient
 
@@ -174,41 +140,7 @@ def _bad_rows(rows_MD: torch.Tensor) -> tuple[int, ...]:
     return tuple((~torch.isfinite(rows_MD).all(dim=1)).nonzero().flatten().tolist())
 
 
-def _collect(passes: list[_Pass], side: Side) -> torch.Tensor:
-    """Join one side's embeddings into a leaf; filler rows of padding calls stay out."""
-    joined = torch.cat([p.embedding_BD for p in passes if p.side is side and p.counts])
-    return joined.requires_grad_()
-
-
-def _hand_back(passes: list[_Pass], side: Side, gradient: torch.Tensor | None) -> None:
-    offset = 0
-    for kept in passes:
-        if kept.side is not side or not kept.counts or gradient is None:
-            continue
-        size = len(kept.embedding_BD)
-        kept.gradient_BD = gradient[offset : offset + size]
-        offset += size
-
-
 def _real_rows(documents: Side, device: torch.device) -> torch.Tensor:
     columns = torch.arange(documents.max_rows, device=device)
     sizes = torch.tensor(documents.num_rows, device=device)
     return (columns[None, :] < sizes[:, None]).reshape(-1)
-
-
-def _replay(
-    engine: Engine, passes: list[_Pass], scale_gradient: torch.Tensor, *, last: bool
-) -> None:
-    for position, kept in enumerate(passes):
-        is_final = position == len(passes) - 1
-        with kept.random.replay():
-            embedding_BD, log_scale = _forward(engine, kept.side, kept.chunk)
-            if kept.gradient_BD is None:
-                surrogate = (embedding_BD * 0.0).sum()
-            else:
-                surrogate = (embedding_BD * kept.gradient_BD).sum()
-            # The temperature's gradient is known already; it rides on one chunk.
-            share = scale_gradient if is_final else torch.zeros_like(scale_gradient)
-            surrogate = surrogate + (log_scale * share).sum()
-            engine.backward(surrogate, last=last and is_final)
-        kept.embedding_BD = kept.gradient_BD = None

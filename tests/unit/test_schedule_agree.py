@@ -31,9 +31,8 @@ def _agree(
     monkeypatch.setattr(schedule, "exchange", lambda mine: [mine, *others])
     if real is None:
         real = (sum(map(rows_of, queries)), sum(map(rows_of, documents)))
-    return agree_on_schedule(
-        queries, documents, real, rank=0, touches_every_chunk=touches_every_chunk
-    )
+    roles = {"query": queries, "document": documents}
+    return agree_on_schedule(roles, real, rank=0, touches_every_chunk=touches_every_chunk)
 
 
 def test_a_rank_short_of_chunks_runs_padding_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,8 +111,9 @@ def test_tokens_of_all_ranks_are_counted_but_not_those_of_fillers(
     monkeypatch.setattr(schedule, "exchange", lambda mine: [mine, [1, 1, 1, 1, 0, 0, 10, 20]])
     chunk = _chunk(2)
     chunk["attention_mask"][1, 2] = 0
+    roles = {"query": [chunk], "document": [_chunk(2)]}
     options = {"rank": 0, "touches_every_chunk": False}
-    query, document = agree_on_schedule([chunk], [_chunk(2)], (2, 2), **options)
+    query, document = agree_on_schedule(roles, (2, 2), **options)
     assert (query.num_tokens, document.num_tokens) == (15, 26)
-    query, document = agree_on_schedule([chunk], [_chunk(2)], (0, 0), **options)
+    query, document = agree_on_schedule(roles, (0, 0), **options)
     assert (query.num_tokens, document.num_tokens) == (10, 20)

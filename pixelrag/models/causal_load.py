@@ -24,13 +24,7 @@ from pixelrag.models.blocks import transformer_blocks
 from pixelrag.models.causal import CausalLM
 from pixelrag.models.liger import apply_liger
 from pixelrag.models.load import check_weights, quiet
-from pixelrag.models.lora import (
-    adapters_to_fp32,
-    apply_lora,
-    check_same_lora,
-    load_adapter,
-    set_lora_dropout,
-)
+from pixelrag.models.lora import adapters_to_fp32, with_adapters
 from pixelrag.models.source import ADAPTER_FILE, ModelSource, as_model_error, resolve_source
 
 logger = logging.getLogger("pixelrag")
@@ -119,7 +113,7 @@ def load_student(
             keep_layers(model, config.num_layers)
         with quiet():
             lm = _with_adapters(model, adapter_config, adapter, base)
-    lm = _widened(lm, dtype)
+    lm = widened(lm, dtype)
     student = CausalLM(lm, "student")
     if config.gradient_checkpointing:
         student.enable_gradient_checkpointing()
@@ -144,7 +138,7 @@ def load_frozen(
     """
     source = teacher_source(config)
     model = _load(source, config, "teacher", dtype, dtype == torch.bfloat16, cuda, False)
-    model = _widened(model, dtype).requires_grad_(False)
+    model = widened(model, dtype).requires_grad_(False)
     teacher = CausalLM(model, "teacher")
     logger.info(
         "teacher %s: %s parameters in %s, %d layers, %d vocabulary rows",
@@ -220,18 +214,34 @@ def _load(
         if random_init:
             model = AutoModelForCausalLM.from_config(model_config, **options)
         else:
-            model = _pretrained(source, model_config, options)
+            model = pretrained(source, model_config, options)
     for section in (model.config, model.config.get_text_config()):
         section.use_cache = False
     apply_liger(model, config.liger, setting, cuda=cuda)
     return model
 
 
-def _pretrained(source: ModelSource, config: Any, options: dict[str, Any]) -> PreTrainedModel:
+def pretrained(
+    source: ModelSource,
+    config: Any,
+    options: dict[str, Any],
+    auto_class: Any = AutoModelForCausalLM,
+) -> PreTrainedModel:
+    """Load weights, from safetensors or a GGUF file, and refuse a checkpoint that lacks some.
+
+    Args:
+        source: where they lie.
+        config: the model's configuration.
+        options: further ones of `from_pretrained`.
+        auto_class: transformers' class that loads it.
+
+    Raises:
+        ModelError: it does not load.
+    """
     # Safetensors (or GGUF) only: the older format is a pickle, which may run code when read.
     form = _gguf(source) or {"use_safetensors": True}
     with as_model_error(source):
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = auto_class.from_pretrained(
             source.location, config=config, output_loading_info=True, **form, **options
         )
     check_weights(info, source, f"{source.setting.split('.')[0]}.random_init")
@@ -285,25 +295,12 @@ def _with_adapters(
     adapter: ModelSource | None,
     base: ModelSource,
 ) -> PreTrainedModel | PeftModel:
-    """New adapters, the saved ones continued, the saved ones merged, or none at all."""
-    enabled = config is not None and config.enabled
-    if adapter is None:
-        if not enabled:
-            return model
-        return apply_lora(
-            model, LoraConfig(**config.model_dump()), has_vision=False, base_name=base.name,
-            task_type=TaskType.CAUSAL_LM,
-        )  # fmt: skip
-    loaded = load_adapter(model, adapter, base.name)
-    if enabled:
-        check_same_lora(loaded, LoraConfig(**config.model_dump()), adapter.name)
-        set_lora_dropout(loaded, config.dropout)
-        return loaded
-    logger.info("merging the adapter %s into %s", adapter.name, base.name)
-    return loaded.merge_and_unload().requires_grad_(True)
+    settings = LoraConfig() if config is None else LoraConfig(**config.model_dump())
+    return with_adapters(model, settings, adapter, base, task_type=TaskType.CAUSAL_LM)
 
 
-def _widened(lm: nn.Module, dtype: torch.dtype) -> nn.Module:
+def widened(lm: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A loaded model in its final type: float64 throughout, or adapters in float32."""
     if dtype == torch.float64:
         # Buffers stay: rotary tables shall be the numbers that the float32 model uses.
         for parameter in lm.parameters():

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from peft import PeftModel
 from transformers import MODEL_MAPPING, AutoConfig, AutoModel, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -17,13 +16,7 @@ from pixelrag.config.parts import LoraConfig, ModelConfig
 from pixelrag.errors import ModelError
 from pixelrag.models.embedder import Embedder
 from pixelrag.models.kernels import choose_attention
-from pixelrag.models.lora import (
-    adapters_to_fp32,
-    apply_lora,
-    check_same_lora,
-    load_adapter,
-    set_lora_dropout,
-)
+from pixelrag.models.lora import adapters_to_fp32, with_adapters
 from pixelrag.models.preprocess import Preprocessor
 from pixelrag.models.settings import is_vision, load_preprocessor
 from pixelrag.models.source import ADAPTER_FILE, ModelSource, as_model_error, resolve_source
@@ -69,7 +62,9 @@ def load_embedder(
         torch.random.default_generator.manual_seed(seed)
         model = _load_model(model_cfg, base, dtype, half_precision)
         preprocessor, pooling = load_preprocessor(model_cfg, source, base, model)
-        backbone = _with_adapters(model, lora_cfg, source if adapter else None, base)
+        backbone = with_adapters(
+            model, lora_cfg, source if adapter else None, base, has_vision=is_vision(model)
+        )
 
     if dtype == torch.float64:
         # Buffers stay: rotary tables shall be the numbers that the float32 model uses.
@@ -118,23 +113,6 @@ def _load_model(
     for section in (model.config, model.config.get_text_config()):
         section.use_cache = False
     return model
-
-
-def _with_adapters(
-    model: PreTrainedModel, config: LoraConfig, adapter: ModelSource | None, base: ModelSource
-) -> PreTrainedModel | PeftModel:
-    """New adapters, the saved ones continued, the saved ones merged, or none at all."""
-    if adapter is None:
-        if not config.enabled:
-            return model
-        return apply_lora(model, config, has_vision=is_vision(model), base_name=base.name)
-    loaded = load_adapter(model, adapter, base.name)
-    if config.enabled:
-        check_same_lora(loaded, config, adapter.name)
-        set_lora_dropout(loaded, config.dropout)
-        return loaded
-    logger.info("merging the adapter %s into %s", adapter.name, base.name)
-    return loaded.merge_and_unload().requires_grad_(True)
 
 
 def takes_pooling_layer(model_class: type | None) -> bool:

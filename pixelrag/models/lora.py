@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import warnings
 from collections.abc import Iterable, Sequence
@@ -12,10 +13,13 @@ from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, TaskType, get_peft_model, get_peft_model_state_dict
 from safetensors import safe_open
 from torch import nn
+from transformers import PreTrainedModel
 
 from pixelrag.config.parts import LoraConfig
 from pixelrag.errors import ModelError
 from pixelrag.models.source import ModelSource
+
+logger = logging.getLogger("pixelrag")
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
@@ -118,6 +122,42 @@ def apply_lora(
         model = get_peft_model(backbone, peft_config)
     peft_config.base_model_name_or_path = base_name
     return model
+
+
+def with_adapters(
+    model: PreTrainedModel,
+    config: LoraConfig,
+    adapter: ModelSource | None,
+    base: ModelSource,
+    *,
+    has_vision: bool = False,
+    task_type: TaskType = TaskType.FEATURE_EXTRACTION,
+) -> PreTrainedModel | PeftModel:
+    """New adapters, the saved ones continued, the saved ones merged, or none at all.
+
+    Args:
+        model: the loaded base model.
+        config: the configuration's `lora` section.
+        adapter: the folder of a saved adapter, or None.
+        base: where the base model is.
+        has_vision, task_type: as for `apply_lora`.
+
+    Raises:
+        ModelError: the saved adapter does not load, or is not the one that `config` asks for.
+    """
+    if adapter is None:
+        if not config.enabled:
+            return model
+        return apply_lora(
+            model, config, has_vision=has_vision, base_name=base.name, task_type=task_type
+        )
+    loaded = load_adapter(model, adapter, base.name)
+    if config.enabled:
+        check_same_lora(loaded, config, adapter.name)
+        set_lora_dropout(loaded, config.dropout)
+        return loaded
+    logger.info("merging the adapter %s into %s", adapter.name, base.name)
+    return loaded.merge_and_unload().requires_grad_(True)
 
 
 def load_adapter(backbone: nn.Module, source: ModelSource, base_name: str) -> PeftModel:

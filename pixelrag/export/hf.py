@@ -136,7 +136,7 @@ def _settings(embedder: Embedder, preprocessor: Preprocessor, temperature: float
         "format": SETTINGS_FORMAT,
         "pixelrag": pixelrag.__version__,
         "pooling": embedder.pooling,
-        "normalize": True,
+        "normalize": embedder.normalize,
         "query_instruction": preprocessor.query_instruction,
         "document_instruction": preprocessor.document_instruction,
         "query_max_length": preprocessor.query_max_length,

@@ -1,4 +1,7 @@
-"""One encoder for queries and documents: a Hugging Face backbone, pooling, a unit vector."""
+"""One encoder for queries and documents: a Hugging Face backbone, pooling, a unit vector.
+
+Models trained with raw inner products, as DPR is, keep the length of their vectors.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from transformers import PreTrainedModel
 
 from pixelrag.errors import ModelError
 from pixelrag.models.blocks import checkpoint_blocks, transformer_blocks
-from pixelrag.models.pooling import PoolingMode, unit_embeddings
+from pixelrag.models.pooling import PoolingMode, embeddings
 from pixelrag.models.precision import keep_float64
 from pixelrag.models.vision_touch import VisionTouch
 
@@ -28,17 +31,22 @@ class Embedder(nn.Module):
     Args:
         backbone: transformers model without a head, or a `PeftModel` around one.
         pooling: "mean", "cls" or "last".
+        normalize: divide each vector by its length.
 
     Attributes:
         backbone: as given.
         pooling: as given.
+        normalize: as given.
         has_vision: whether it takes `pixel_values`.
     """
 
-    def __init__(self, backbone: nn.Module, pooling: PoolingMode) -> None:
+    def __init__(
+        self, backbone: nn.Module, pooling: PoolingMode, *, normalize: bool = True
+    ) -> None:
         super().__init__()
         self.backbone = backbone
         self.pooling = pooling
+        self.normalize = normalize
         model = self.base_model
         self.has_vision = model.config.model_type == "qwen3_vl"
         self._touch: VisionTouch | None = None
@@ -88,7 +96,8 @@ class Embedder(nn.Module):
                 batch has no image, so that its parameters take part in forward and backward.
 
         Returns:
-            emb_BD of unit norm, float32 (float64 for a float64 model).
+            emb_BD, of unit norm unless ``normalize`` is off; float32 (float64 for a float64
+            model).
 
         Raises:
             ModelError: images for a text model.
@@ -107,7 +116,9 @@ class Embedder(nn.Module):
         touch = touch_vision and self.has_vision and not has_images
         with keep_float64(self._dtype()), self._armed(touch):
             output = self.backbone(**inputs, return_dict=True)
-            return unit_embeddings(output.last_hidden_state, attention_mask, self.pooling)
+            return embeddings(
+                output.last_hidden_state, attention_mask, self.pooling, normalize=self.normalize
+            )
 
     def blocks(self) -> list[nn.Module]:
         """The units to shard or checkpoint, outermost, in the order of the forward pass:

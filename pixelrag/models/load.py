@@ -14,12 +14,19 @@ from transformers.utils import logging as transformers_logging
 
 from pixelrag.config.parts import LoraConfig, ModelConfig
 from pixelrag.errors import ModelError
+from pixelrag.models.dpr import dpr_class, inner_bert
 from pixelrag.models.embedder import Embedder
 from pixelrag.models.kernels import choose_attention
 from pixelrag.models.lora import adapters_to_fp32, with_adapters
 from pixelrag.models.preprocess import Preprocessor
 from pixelrag.models.settings import is_vision, load_preprocessor
-from pixelrag.models.source import ADAPTER_FILE, ModelSource, as_model_error, resolve_source
+from pixelrag.models.source import (
+    ADAPTER_FILE,
+    ModelSource,
+    as_model_error,
+    resolve_source,
+    saved_settings,
+)
 
 logger = logging.getLogger("pixelrag")
 
@@ -60,7 +67,7 @@ def load_embedder(
         )
     with quiet(), torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(seed)
-        model = _load_model(model_cfg, base, dtype, half_precision)
+        model, is_dpr = _load_model(model_cfg, base, dtype, half_precision)
         preprocessor, pooling = load_preprocessor(model_cfg, source, base, model)
         backbone = with_adapters(
             model, lora_cfg, source if adapter else None, base, has_vision=is_vision(model)
@@ -72,7 +79,13 @@ def load_embedder(
             parameter.data = parameter.data.double()
     else:
         adapters_to_fp32(backbone)
-    embedder = Embedder(backbone, pooling)
+    if is_dpr and model_cfg.pooling == "auto":
+        pooling = "cls"
+    # Only jobs that can do with raw vectors have the option.
+    normalize = getattr(model_cfg, "normalize", True)
+    if normalize is None:
+        normalize = saved_settings(source).get("normalize", not is_dpr)
+    embedder = Embedder(backbone, pooling, normalize=normalize)
     if model_cfg.gradient_checkpointing:
         embedder.enable_gradient_checkpointing()
     _report(embedder, preprocessor, source)
@@ -81,12 +94,15 @@ def load_embedder(
 
 def _load_model(
     model_cfg: ModelConfig, base: ModelSource, dtype: torch.dtype, half_precision: bool
-) -> PreTrainedModel:
+) -> tuple[PreTrainedModel, bool]:
+    """The model without a head, and whether it comes from DPR."""
     trust: dict[str, Any] = {"trust_remote_code": model_cfg.trust_remote_code}
     with as_model_error(base):
         config = AutoConfig.from_pretrained(base.location, **trust)
     _check_kind(config, base)
-    model_class = MODEL_MAPPING.get(type(config), None)
+    is_dpr = config.model_type == "dpr"
+    loader: Any = dpr_class(config, base) if is_dpr else AutoModel
+    model_class = loader if is_dpr else MODEL_MAPPING.get(type(config), None)
     model_class = model_class if isinstance(model_class, type) else None
     options: dict[str, Any] = trust | {
         "dtype": torch.float32 if dtype == torch.float64 else dtype,
@@ -98,11 +114,11 @@ def _load_model(
         # BERT's pooler stands behind the states that we pool: it would never get a gradient.
         options["add_pooling_layer"] = False
     if model_cfg.random_init:
-        model = AutoModel.from_config(config, **options)
+        model = (loader._from_config if is_dpr else loader.from_config)(config, **options)
     else:
         with as_model_error(base):
             # Safetensors only: the older format is a pickle, which may run code when read.
-            model, info = AutoModel.from_pretrained(
+            model, info = loader.from_pretrained(
                 base.location,
                 config=config,
                 use_safetensors=True,
@@ -110,9 +126,10 @@ def _load_model(
                 **options,
             )
         check_weights(info, base, "model.random_init")
+    model = inner_bert(model) if is_dpr else model
     for section in (model.config, model.config.get_text_config()):
         section.use_cache = False
-    return model
+    return model, is_dpr
 
 
 def takes_pooling_layer(model_class: type | None) -> bool:

@@ -1,4 +1,4 @@
-"""From token states to one unit vector: mean, cls and last-token pooling."""
+"""From token states to one vector: mean, cls and last-token pooling."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ def pool(hidden_BTD: torch.Tensor, mask_BT: torch.Tensor, mode: PoolingMode) -> 
     return hidden_BTD[torch.arange(len(index_B), device=index_B.device), index_B]
 
 
-def unit_embeddings(
-    hidden_BTD: torch.Tensor, mask_BT: torch.Tensor, mode: PoolingMode
+def embeddings(
+    hidden_BTD: torch.Tensor, mask_BT: torch.Tensor, mode: PoolingMode, *, normalize: bool = True
 ) -> torch.Tensor:
     """Pool and divide by the Euclidean norm (no epsilon), in at least float32.
 
     Autocast is off inside: a bf16 sum over a few hundred tokens keeps two digits.
 
     Returns:
-        emb_BD of unit norm: float64 where `hidden_BTD` is, else float32.
+        emb_BD, of unit norm where `normalize`; float64 where `hidden_BTD` is, else float32.
     """
     with torch.autocast(hidden_BTD.device.type, enabled=False):
         wide = hidden_BTD if hidden_BTD.dtype == torch.float64 else hidden_BTD.float()
         pooled_BD = pool(wide, mask_BT, mode)
-        return pooled_BD / pooled_BD.norm(dim=1, keepdim=True)
+        return pooled_BD / pooled_BD.norm(dim=1, keepdim=True) if normalize else pooled_BD

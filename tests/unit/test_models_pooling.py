@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pixelrag.models.pooling import POOLING_MODES, pool, unit_embeddings
+from pixelrag.models.pooling import POOLING_MODES, embeddings, pool
 
 LENGTHS = [1, 5, 3, 7]
 
@@ -40,7 +40,7 @@ def test_unknown_mode_is_refused() -> None:
 def test_unit_norm_and_gradient_skip_padding(mode: str) -> None:
     hidden, mask, _ = _padded("left")
     hidden.requires_grad_()
-    emb = unit_embeddings(hidden, mask, mode)
+    emb = embeddings(hidden, mask, mode)
     torch.testing.assert_close(emb.norm(dim=1), torch.ones(4, dtype=torch.float64))
     (emb * torch.arange(6)).sum().backward()
     assert torch.isfinite(hidden.grad).all()
@@ -53,7 +53,7 @@ def test_bf16_states_are_summed_in_float32_under_autocast() -> None:
     hidden = (1 + 0.1 * torch.randn(2, 4096, 8)).bfloat16()
     mask = torch.ones(2, 4096, dtype=torch.int64)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        emb = unit_embeddings(hidden, mask, "mean")
+        emb = embeddings(hidden, mask, "mean")
     exact = hidden.double().mean(1)
     exact = exact / exact.norm(dim=1, keepdim=True)
     assert emb.dtype == torch.float32
@@ -62,5 +62,5 @@ def test_bf16_states_are_summed_in_float32_under_autocast() -> None:
 
 def test_tiny_vectors_are_not_shrunk_by_an_epsilon() -> None:
     hidden = torch.full((1, 1, 4), 1e-15)
-    emb = unit_embeddings(hidden, torch.ones(1, 1, dtype=torch.int64), "last")
+    emb = embeddings(hidden, torch.ones(1, 1, dtype=torch.int64), "last")
     torch.testing.assert_close(emb, torch.full((1, 4), 0.5))

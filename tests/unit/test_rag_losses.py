@@ -188,6 +188,14 @@ def test_an_answer_without_tokens_costs_nothing(marginal):
     assert marginal(log_probs[:0], scores[:0], mask[:0]).shape == (0,)
 
 
+def test_padding_adds_nothing_to_rag_token_not_even_rounding():
+    log_probs, scores, mask = batch(dtype=torch.float32)
+    scores.requires_grad_()
+    loss = rag_token_nll(log_probs, scores, torch.zeros_like(mask))
+    assert not loss.any()
+    assert not gradients(loss, scores)[0].any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("marginal", MARGINALS)
 def test_extreme_scores(marginal, dtype):

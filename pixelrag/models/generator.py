@@ -8,17 +8,21 @@ columns.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from peft import PeftModel
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from pixelrag.errors import ModelError
 from pixelrag.models.blocks import checkpoint_blocks, transformer_blocks
 from pixelrag.models.precision import keep_float64
+from pixelrag.models.vision_touch import VisionTouch
 
 
 class Generator(nn.Module):
@@ -40,7 +44,13 @@ class Generator(nn.Module):
         self.lm = lm
         model = self.base_model
         self.is_seq2seq = bool(model.config.is_encoder_decoder)
-        self.has_vision = getattr(model.config, "vision_config", None) is not None
+        self.has_vision = model.config.model_type == "qwen3_vl"
+        self._touch: VisionTouch | None = None
+        if self.has_vision:
+            vision = model.config.vision_config
+            patch_values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+            self._touch = VisionTouch(model.model.visual, patch_values, vision.spatial_merge_size)
+            model.model.language_model.register_forward_pre_hook(self._touch, with_kwargs=True)
 
     @property
     def base_model(self) -> PreTrainedModel:
@@ -61,6 +71,8 @@ class Generator(nn.Module):
         pixel_values: torch.Tensor | None = None,
         image_grid_thw: torch.Tensor | None = None,
         num_images: torch.Tensor | None = None,
+        *,
+        touch_vision: bool = False,
     ) -> torch.Tensor:
         """Score targets.
 
@@ -75,6 +87,8 @@ class Generator(nn.Module):
             pixel_values: float [patches of all images, values of a patch], for vision models.
             image_grid_thw: int64 [images, 3].
             num_images: ignored; batches carry it so that they can be cut into chunks.
+            touch_vision: run the vision tower on a blank block that counts for nothing where the
+                batch has no image, see `vision_touch`.
 
         Returns:
             log_probs_NT: log p(target_t | input, target_<t), 0 at padding; float32 (float64 for a
@@ -85,24 +99,20 @@ class Generator(nn.Module):
                 logits_NTV = self._decode(input_ids, attention_mask, target_ids, target_mask)
             else:
                 images = None if pixel_values is None else (pixel_values, image_grid_thw)
-                logits_NTV = self._continue(
-                    input_ids, attention_mask, target_ids, target_mask, images
-                )
+                with self._armed(touch_vision and images is None):
+                    logits_NTV = self._continue(
+                        input_ids, attention_mask, target_ids, target_mask, images
+                    )
             return token_log_probs(logits_NTV, target_ids, target_mask)
 
     def _decode(self, input_ids, attention_mask, target_ids, target_mask) -> torch.Tensor:
         model = self.base_model
         states, attention_mask = self.encode(input_ids, attention_mask)
         labels = target_ids.masked_fill(target_mask == 0, -100)
-        if hasattr(model, "prepare_decoder_input_ids_from_labels"):
-            decoder_ids = model.prepare_decoder_input_ids_from_labels(labels=labels)
-        else:
-            decoder_ids = model._shift_right(labels)
-        # Through the whole model: engines hang their hooks on its forward.
-        output = self.lm(
+        output = model(
             encoder_outputs=BaseModelOutput(last_hidden_state=states),
             attention_mask=attention_mask,
-            decoder_input_ids=decoder_ids,
+            decoder_input_ids=model.prepare_decoder_input_ids_from_labels(labels=labels),
             use_cache=False,
             return_dict=True,
         )
@@ -139,7 +149,7 @@ class Generator(nn.Module):
             inputs["position_ids"] = (mask.long().cumsum(1) - 1).clamp_min(0)
         length = target_ids.shape[1]
         # The state before a token predicts it; nothing else needs the head.
-        logits = self.lm(**inputs, logits_to_keep=length + 1, return_dict=True).logits
+        logits = self.base_model(**inputs, logits_to_keep=length + 1, return_dict=True).logits
         return logits[:, -length - 1 : -1]
 
     def _vision_inputs(self, ids, mask, images) -> dict[str, Any]:
@@ -159,15 +169,40 @@ class Generator(nn.Module):
         return inputs
 
     @torch.no_grad()
-    def write(self, max_new_tokens: int, **inputs: torch.Tensor) -> torch.Tensor:
-        """Greedy answers, int64 [N, up to max_new_tokens], padded with the model's padding token.
+    def write(
+        self,
+        max_new_tokens: int,
+        *,
+        end_token_id: int,
+        pad_token_id: int,
+        **inputs: torch.Tensor,
+    ) -> torch.Tensor:
+        """Greedy answers, int64 [N, up to max_new_tokens], padded with `pad_token_id`.
+
+        Several ranks take as many turns as the longest answer among all of them needs, since a
+        sharded model's forward is a collective: every rank must call this alike.
 
         Args:
             max_new_tokens: tokens of an answer, at most.
+            end_token_id: ends an answer, beside what the model itself says.
+            pad_token_id: behind ends.
             inputs: `input_ids` and `attention_mask` as in `forward`, images for vision models.
         """
         inputs.pop("num_images", None)
-        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
+        given = self.base_model.generation_config
+        ends = given.eos_token_id
+        ends = {end_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+        # Of the model's own settings only the tokens: beams and penalties are no part of this.
+        config = GenerationConfig(
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            num_beams=1,
+            eos_token_id=sorted(ends),
+            pad_token_id=pad_token_id,
+            bos_token_id=given.bos_token_id,
+            decoder_start_token_id=given.decoder_start_token_id,
+            forced_bos_token_id=given.forced_bos_token_id,
+        )
         prompt = 0 if self.is_seq2seq else inputs["input_ids"].shape[1]
         if inputs["input_ids"].dim() == 3:
             states, mask = self.encode(inputs["input_ids"], inputs["attention_mask"])
@@ -175,8 +210,22 @@ class Generator(nn.Module):
                 "encoder_outputs": BaseModelOutput(last_hidden_state=states),
                 "attention_mask": mask,
             }
-        tokens = self.base_model.generate(**inputs, **options, use_cache=True)
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        tokens = self.base_model.generate(
+            **inputs, generation_config=config, use_cache=True, synced_gpus=several
+        )
         return tokens[:, prompt:]
+
+    @contextlib.contextmanager
+    def _armed(self, touch: bool) -> Iterator[None]:
+        if self._touch is None:
+            yield
+            return
+        self._touch.armed = touch
+        try:
+            yield
+        finally:
+            self._touch.armed = False
 
     def blocks(self) -> list[nn.Module]:
         """The units to shard or checkpoint, in the order of the forward pass."""

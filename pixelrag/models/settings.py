@@ -63,7 +63,7 @@ def load_preprocessor(
         # Padding is masked out everywhere, so any token will do.
         tokenizer.pad_token = tokenizer.eos_token
     if is_vision(model):
-        images = _load_image_processor(home, model, model_cfg.max_visual_tokens)
+        images = load_image_processor(home, model, model_cfg.max_visual_tokens)
         defaults = {"query": QUERY_INSTRUCTION, "document": DOCUMENT_INSTRUCTION}
     else:
         images, defaults = None, declared_prompts(base)
@@ -129,7 +129,7 @@ def _is_causal(model: PreTrainedModel) -> bool:
     return decoder_only or getattr(config, "is_decoder", False)
 
 
-def _load_image_processor(
+def load_image_processor(
     home: ModelSource, model: PreTrainedModel, max_tokens: int
 ) -> Qwen2VLImageProcessorPil:
     """The processor whose patches are the model's, with its pixel bounds set."""

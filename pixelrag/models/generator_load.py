@@ -1,0 +1,188 @@
+"""Loads a generator and what builds its prompts: encoder-decoders, decoders, Qwen3-VL, GGUF."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from peft import TaskType
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedModel,
+    Qwen3VLForConditionalGeneration,
+)
+
+from pixelrag.config.parts import LoraConfig
+from pixelrag.config.rag_models import GeneratorConfig
+from pixelrag.errors import ModelError
+from pixelrag.models.causal_load import load_tokenizer, pretrained, widened
+from pixelrag.models.generator import Generator
+from pixelrag.models.generator_prompt import GeneratorPreprocessor
+from pixelrag.models.kernels import choose_attention
+from pixelrag.models.load import quiet
+from pixelrag.models.lora import with_adapters
+from pixelrag.models.prompt_text import PromptText
+from pixelrag.models.settings import load_image_processor
+from pixelrag.models.source import ADAPTER_FILE, ModelSource, as_model_error, resolve_source
+
+logger = logging.getLogger("pixelrag")
+
+_SETTING = "generator.name_or_path"
+
+
+def load_generator(
+    config: GeneratorConfig,
+    lora: LoraConfig | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    half_precision: bool = False,
+    seed: int = 0,
+) -> tuple[Generator, GeneratorPreprocessor]:
+    """Load what `generator` and `generator_lora` describe, on the CPU, in training mode.
+
+    Args:
+        config: the configuration's `generator` section.
+        lora: its `generator_lora` section; None = no adapters.
+        dtype: of the weights; float64 holds the very numbers of float32.
+        half_precision: the engine will compute in bf16.
+        seed: for fresh weights (`random_init`, adapters); the global generators are left alone.
+
+    Raises:
+        ModelError: the model is not there, lacks weights, or does not fit what is asked of it.
+    """
+    lora = lora or LoraConfig()
+    source = resolve_source(config.name_or_path, setting=_SETTING, gguf_file=config.gguf_file)
+    adapter = source.json(ADAPTER_FILE) if source.gguf_file is None else None
+    base = source
+    if adapter:
+        name = adapter.get("base_model_name_or_path") or ""
+        base = resolve_source(name, setting=f"{source.name}'s base model")
+    if config.random_init and (adapter or lora.enabled):
+        raise ModelError(
+            "generator.random_init with an adapter: it is of no use without the weights it was "
+            "trained on. Set generator.random_init false, or generator_lora.enabled false"
+        )
+    with torch.random.fork_rng(devices=[]), quiet():
+        torch.random.default_generator.manual_seed(seed)
+        model = _load_model(config, base, dtype, half_precision)
+        preprocessor = _preprocessor(config, base, model)
+        is_seq2seq = model.config.is_encoder_decoder
+        lm = with_adapters(
+            model,
+            lora,
+            source if adapter else None,
+            base,
+            has_vision=preprocessor.has_vision,
+            task_type=TaskType.SEQ_2_SEQ_LM if is_seq2seq else TaskType.CAUSAL_LM,
+        )
+    generator = Generator(widened(lm, dtype))
+    if config.gradient_checkpointing:
+        generator.enable_gradient_checkpointing()
+    total = sum(p.numel() for p in lm.parameters())
+    trained = sum(p.numel() for p in lm.parameters() if p.requires_grad)
+    logger.info(
+        "generator %s: %s of %s parameters train, %s, prompts up to %d and answers up to %d tokens",
+        source.name, f"{trained:,}", f"{total:,}",
+        "encoder-decoder" if is_seq2seq else "decoder",
+        preprocessor.text.prompt_max_length, preprocessor.text.target_max_length,
+    )  # fmt: skip
+    return generator.train(), preprocessor
+
+
+def _load_model(
+    config: GeneratorConfig, source: ModelSource, dtype: torch.dtype, half_precision: bool
+) -> PreTrainedModel:
+    trust: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    with as_model_error(source):
+        gguf = {} if source.gguf_file is None else {"gguf_file": source.gguf_file}
+        model_config = AutoConfig.from_pretrained(source.location, **gguf, **trust)
+    loader, model_class = _classes(model_config, source, config.trust_remote_code)
+    options = trust | {
+        "dtype": torch.float32 if dtype == torch.float64 else dtype,
+        "attn_implementation": choose_attention(
+            config.attention,
+            model_class,
+            half_precision=half_precision,
+            setting="generator.attention",
+        ),
+    }
+    if loader is Qwen3VLForConditionalGeneration:
+        options.pop("trust_remote_code")
+    if not config.random_init:
+        model = pretrained(source, model_config, options, loader)
+    elif loader is Qwen3VLForConditionalGeneration:
+        model = loader._from_config(model_config, **options)
+    else:
+        model = loader.from_config(model_config, **options)
+    for section in (model.config, model.config.get_text_config()):
+        section.use_cache = False
+    return model
+
+
+def _classes(config: Any, source: ModelSource, trusted: bool) -> tuple[Any, type | None]:
+    """What loads the model, and the class it will be where that is known."""
+    if config.model_type == "qwen3_vl":
+        return Qwen3VLForConditionalGeneration, Qwen3VLForConditionalGeneration
+    if getattr(config, "vision_config", None) is not None:
+        raise ModelError(
+            f"{source.name} is of the kind {config.model_type}; the vision models pixelrag trains "
+            "are of the kind qwen3_vl, such as Qwen/Qwen3-VL-2B-Instruct"
+        )
+    seq2seq = config.is_encoder_decoder
+    mapping = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING if seq2seq else MODEL_FOR_CAUSAL_LM_MAPPING
+    model_class = mapping.get(type(config), None)
+    model_class = model_class if isinstance(model_class, type) else None
+    if model_class is None and not trusted:
+        raise ModelError(
+            f"{source.name} is of the kind {config.model_type}, which transformers does not know "
+            "as a model that writes text; give one such as BART, T5, Qwen3 or Qwen3-VL"
+        )
+    return (AutoModelForSeq2SeqLM if seq2seq else AutoModelForCausalLM), model_class
+
+
+def _preprocessor(
+    config: GeneratorConfig, source: ModelSource, model: PreTrainedModel
+) -> GeneratorPreprocessor:
+    tokenizer = load_tokenizer(source, trust_remote_code=config.trust_remote_code)
+    is_seq2seq = model.config.is_encoder_decoder
+    has_template = bool(tokenizer.chat_template)
+    if config.chat == "on" and (is_seq2seq or not has_template):
+        what = (
+            "an encoder-decoder" if is_seq2seq else "a model whose tokenizer has no chat template"
+        )
+        raise ModelError(f"generator.chat on for {source.name}, {what}; set it to auto")
+    images = None
+    if model.config.model_type == "qwen3_vl":
+        images = load_image_processor(source, model, config.max_visual_tokens)
+    prompt, target = _lengths(config, model)
+    text = PromptText(
+        tokenizer,
+        is_seq2seq=is_seq2seq,
+        template=config.template,
+        in_chat=has_template and not is_seq2seq and config.chat != "off",
+        prompt_max_length=prompt,
+        target_max_length=target,
+    )
+    return GeneratorPreprocessor(text, images)
+
+
+def _lengths(config: GeneratorConfig, model: PreTrainedModel) -> tuple[int, int]:
+    """Tokens of prompts and answers, within what the model can tell apart by position."""
+    prompt, target = config.prompt_max_length, config.target_max_length
+    # T5 has relative positions and its `n_positions` means nothing.
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not limit:
+        return prompt, target
+    if model.config.is_encoder_decoder:
+        return min(prompt, limit), min(target, limit)
+    if target >= limit:
+        raise ModelError(
+            f"generator.target_max_length {target}: the model reads {limit} tokens, prompt and "
+            "answer together; lower it"
+        )
+    return min(prompt, limit - target), target

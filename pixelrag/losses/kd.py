@@ -146,14 +146,19 @@ def distill_loss(
         device=first.device,
     )
     divisor = max(divisor, 1.0)
-    ce_scale, kd_scale = objective.ce_weight / divisor, (1 - objective.ce_weight) / divisor
+    ce_weight, kd_weight = objective.ce_weight, 1 - objective.ce_weight
     # A label's share of the gradient is close to -ce_scale. Where the products round it, it had
-    # better be -1: bf16 has no 0.3, and all labels would be off alike.
-    unit = (ce_scale or kd_scale) if isinstance(student, Projected) else 1.0
+    # better be -1: bf16 has no 0.3, and all labels would be off alike. A compiled kernel is made
+    # for its numbers, which therefore must not depend on the number of tokens.
+    if isinstance(student, Projected) or compile_kernel:
+        scale = ce_weight or kd_weight
+        unit = scale / divisor
+    else:
+        scale, unit = divisor, 1.0
     spec = BlockSpec(
         objective,
-        ce_scale=ce_scale / unit,
-        kd_scale=kd_scale / unit,
+        ce_scale=ce_weight / scale,
+        kd_scale=kd_weight / scale,
         student=_form(student, columns),
         teacher=_form(teacher, columns),
         want_grad=any(needs),

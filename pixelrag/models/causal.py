@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -170,7 +172,11 @@ class CausalLM(nn.Module):
     def compile_blocks(self) -> None:
         """Compile each layer where it stands; names of parameters stay as they are."""
         for block in self.blocks():
-            block.compile()
+            if getattr(block, "gradient_checkpointing", False):
+                # Nothing within a checkpoint is compiled if the compiler cannot trace all of it.
+                block._gradient_checkpointing_func = _Recomputed(block._gradient_checkpointing_func)
+            else:
+                block.compile()
 
     def _inputs(self, rows: Rows) -> dict[str, Any]:
         # Neither mask nor cache: with either, transformers stops telling documents apart.
@@ -190,6 +196,31 @@ class CausalLM(nn.Module):
             inputs["cu_seq_lens_q"] = inputs["cu_seq_lens_k"] = rows.cu_seqlens
             inputs["max_length_q"] = inputs["max_length_k"] = rows.max_length
         return inputs
+
+
+class _Recomputed:
+    """Checkpoints a layer whose forward is compiled.
+
+    Args:
+        checkpoint: transformers' function; its first argument is `partial(forward, layer, ...)`.
+    """
+
+    def __init__(self, checkpoint: Callable[..., Any]) -> None:
+        self._checkpoint = checkpoint
+
+    def __call__(self, layer: partial[Any], *arguments: Any) -> Any:
+        compiled = _compiled(layer.func)
+        return self._checkpoint(partial(compiled, *layer.args, **layer.keywords), *arguments)
+
+
+@cache
+def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(forward)
+
+
+def uncompiled() -> AbstractContextManager[None]:
+    """Within it compiled layers run as they are, so that rows of rare shapes compile nothing."""
+    return torch.compiler.set_stance("force_eager")
 
 
 def head_logits(hidden_NH: torch.Tensor, head: Head) -> torch.Tensor:

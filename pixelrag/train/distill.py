@@ -19,6 +19,7 @@ from pixelrag.distributed.collectives import from_main, sum_over_ranks
 from pixelrag.distributed.env import World, process_group, read_ranks
 from pixelrag.distributed.together import together
 from pixelrag.export.causal import export_causal
+from pixelrag.models.causal import uncompiled
 from pixelrag.models.causal_load import load_student, load_tokenizer, student_source
 from pixelrag.models.distill import DistillModel
 from pixelrag.models.isolation import check_head, check_isolation, sample_rows
@@ -200,7 +201,8 @@ class DistillTask:
         engine, student = self.engine, self._student
         bf16 = self._config.engine.precision == "bf16"
         precision = torch.bfloat16 if bf16 else student.dtype
-        with engine.inference():
+        # Documents are told apart by what goes into the layers, compiled or not.
+        with engine.inference(), uncompiled():
             rows = sample_rows(vocab_size).to(engine.device)
             split, whole = engine("logits", rows=rows), engine("whole", rows=rows)
             check_head(split, whole, name="student", precision=precision)

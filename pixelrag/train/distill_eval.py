@@ -10,6 +10,7 @@ from pixelrag.data.packed_batch import PackedCollator
 from pixelrag.distributed.collectives import sum_over_ranks
 from pixelrag.distributed.env import World
 from pixelrag.engine.base import Engine
+from pixelrag.models.causal import uncompiled
 from pixelrag.models.teacher import TeacherSource
 from pixelrag.train.distill_batch import Lesson
 
@@ -38,7 +39,8 @@ class DistillEvaluator:
         collective. Agreement is the share of tokens whose likeliest token is the teacher's too.
         """
         sums = torch.zeros(4, dtype=torch.float64, device=engine.device)
-        with engine.inference():
+        # Rows as wide as they are, without gradients: layers compiled for training do not fit them.
+        with engine.inference(), uncompiled():
             for rows in self._batches:
                 lesson = Lesson.of(self._collate(0, rows))
                 inputs = lesson.taught(teacher, self._num_tokens, engine.device)

@@ -51,6 +51,36 @@ def base(shelf: Path) -> dict[str, Any]:
     }
 
 
+@pytest.fixture(scope="session")
+def classroom() -> Iterator[Path]:
+    """A folder with a `teacher`, students `tied` and `untied`, and `chats.jsonl` (48 rows)."""
+    from tests.distributed.distill_trials import make_material
+
+    folder = Path(tempfile.mkdtemp(prefix="pixelrag-classroom-"))
+    try:
+        make_material(folder)
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.fixture
+def lesson(classroom: Path, tmp_path: Path) -> dict[str, Any]:
+    """The configuration of a few tiny steps of distillation, of 4 rows in 2 micro-batches."""
+    return {
+        "output_dir": str(tmp_path / "run"),
+        "student": {"name_or_path": str(classroom / "tied")},
+        "teacher": {"name_or_path": str(classroom / "teacher")},
+        "data": {"train": str(classroom / "chats.jsonl"), "eval_samples": 8},
+        "packing": {"length": 96},
+        "loss": {"chunk_size": 7},
+        "batch": {"per_device_batch_size": 2, "gradient_accumulation_steps": 2},
+        "optim": {"learning_rate": 1e-3, "max_steps": 3, "warmup_steps": 1},
+        "engine": {"device": "cpu", "timeout_seconds": 60},
+        "logging": {"every_steps": 1},
+    }
+
+
 @pytest.fixture(scope="session", autouse=True)
 def server() -> None:
     nursery.start_server()

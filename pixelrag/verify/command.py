@@ -97,7 +97,6 @@ def _spawned(options: argparse.Namespace) -> list[dict]:
                 nproc=options.nproc,
                 timeout_seconds=options.timeout,
                 device=options.device,
-                env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
             )
             _print(by_rank[0], as_json=options.json)
             outcomes += by_rank[0]

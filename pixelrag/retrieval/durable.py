@@ -21,8 +21,10 @@ def put(path: Path, write: Callable[[Path], None]) -> None:
         write(temporary)
         fsync(temporary)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno and error.filename is None:
+            error.filename = os.fspath(path)  # what a failing write leaves out
         raise
     fsync(path.parent)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 
 from pixelrag.errors import IndexError_
+
+if TYPE_CHECKING:
+    import torch
 
 _BLOCK_ROWS = 65_536
 # Scores within this of the k-th best count as equal to it: sums differ in their order.
@@ -85,15 +87,26 @@ def exact_search(
         IndexError_: the queries do not fit.
     """
     queries_QD = check_queries(queries_QD, vectors_ND.shape[1], k)
-    queries = torch.from_numpy(queries_QD).to(device)
     parts = []
     for start in range(0, len(vectors_ND), _BLOCK_ROWS):
         block = np.ascontiguousarray(vectors_ND[start : start + _BLOCK_ROWS], dtype=np.float32)
-        scores = queries @ torch.from_numpy(block).to(device).T
-        best, rows = scores.topk(min(k, len(block)), dim=1)
-        rows_Qk = rows.cpu().numpy() + (first_row + start)
-        parts.append(Hits(best.cpu().numpy(), rows_Qk))
+        best = _best_on(device, queries_QD, block, min(k, len(block)))
+        parts.append(Hits(best.scores_Qk, best.rows_Qk + (first_row + start)))
     return merge_top_k(parts, k, num_queries=len(queries_QD))
+
+
+def _best_on(
+    device: torch.device | str, queries_QD: np.ndarray, block_MD: np.ndarray, k: int
+) -> Hits:
+    if str(device) == "cpu":
+        scores_QM = queries_QD @ block_MD.T
+        rows_Qk = np.argpartition(-scores_QM, k - 1, axis=1)[:, :k]
+        return Hits(np.take_along_axis(scores_QM, rows_Qk, axis=1), rows_Qk)
+    import torch  # here, because a CPU needs none of it
+
+    scores = torch.from_numpy(queries_QD).to(device) @ torch.from_numpy(block_MD).to(device).T
+    best = scores.topk(k, dim=1)
+    return Hits(best.values.cpu().numpy(), best.indices.cpu().numpy())
 
 
 def merge_top_k(parts: Sequence[Hits], k: int, *, num_queries: int | None = None) -> Hits:

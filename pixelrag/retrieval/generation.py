@@ -1,0 +1,289 @@
+"""One published generation of the knowledge base: what lies in its folder, and searching it.
+
+vectors.npy              float32 [N, D], row i is passage i; mapped
+index.faiss              or index-<i>-of-<n>.faiss, each over an equal range of rows; mapped
+ids.npz                  the passages' ids: their UTF-8 bytes, and where each ends
+metadata.npz             with index.faiss and summary.json what PixelRAG's server mounts
+summary.json             (StarTrail-org/PixelRAG, embed/src/pixelrag_embed/index.py)
+manifest.json            sizes and SHA-256 of all these, and what they were made from
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pixelrag.errors import IndexError_, ProvenanceError
+from pixelrag.retrieval.durable import put, put_text, sha256
+from pixelrag.retrieval.hits import Hits, merge_top_k
+from pixelrag.retrieval.index import Index, IndexSettings, open_index
+
+MANIFEST = "manifest.json"
+VECTORS = "vectors.npy"
+IDS = "ids.npz"
+METADATA = "metadata.npz"
+SUMMARY = "summary.json"
+FORMAT = 1
+METRIC = "inner_product"
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a generation holds, and of what.
+
+    Attributes:
+        generation: its number, from 1.
+        step: optimizer step whose document encoder made the vectors.
+        num_passages, dim: N and D.
+        metric: `inner_product`.
+        index: the fields of `IndexSettings`.
+        index_files: names of the index files, in the order of their rows.
+        fingerprints: of passages, weights, tokenizer, template, pooling, max_length, dtype.
+        validation: measured before publication: recall, parity, norms.
+        files: size and SHA-256 by name.
+    """
+
+    generation: int
+    step: int
+    num_passages: int
+    dim: int
+    metric: str
+    index: dict[str, Any]
+    index_files: list[str]
+    fingerprints: dict[str, str]
+    validation: dict[str, Any]
+    files: dict[str, dict[str, Any]]
+
+    def write(self, folder: Path) -> None:
+        """Write it, as the last file of a generation."""
+        text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
+        put_text(folder / MANIFEST, text + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Read a generation's manifest.
+
+        Raises:
+            IndexError_: there is none, or it is not one.
+        """
+        path = folder / MANIFEST
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content.pop("format") != FORMAT:
+                raise ValueError(f"expected format {FORMAT}")
+            manifest = cls(**content)
+            for file in fields(cls):
+                expected = {"int": int, "str": str, "list": list, "dict": dict}
+                kind = expected[str(file.type).partition("[")[0]]
+                if not isinstance(getattr(manifest, file.name), kind):
+                    raise ValueError(f"{file.name} is not a {kind.__name__}")
+            return manifest
+        except FileNotFoundError:
+            raise IndexError_(f"{folder}: no {MANIFEST}; not a whole generation") from None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise IndexError_(f"{path}: cannot be read ({error})") from error
+
+    def check(self, folder: Path, expected: Mapping[str, str]) -> None:
+        """Refuse a generation that was made from something else.
+
+        Args:
+            folder: for messages.
+            expected: fingerprints by name; those that are not named may be anything.
+
+        Raises:
+            ProvenanceError: names every difference.
+        """
+        differing = [
+            f"{name}: it has {self.fingerprints.get(name, 'none')}, the run {wanted}"
+            for name, wanted in expected.items()
+            if self.fingerprints.get(name) != wanted
+        ]
+        if differing:
+            raise ProvenanceError(
+                f"{folder} does not belong to this run:\n"
+                + "\n".join(f"  {text}" for text in differing)
+                + "\nRestore the passages and settings it was made with, or give the run another "
+                "output_dir so that the passages are encoded anew"
+            )
+
+
+class Generation:
+    """An opened generation; nothing in its folder is ever written to.
+
+    Args:
+        path: its folder.
+        shards: which of the index files to open; None = all.
+        threads: CPU threads of a search.
+
+    Attributes:
+        path: its folder.
+        manifest: what it says of itself.
+        vectors_ND: float32, mapped, read-only.
+
+    Raises:
+        IndexError_: a file is missing, or of another size than the manifest says, or the files
+            do not fit together. Bytes are compared by `verify`.
+    """
+
+    def __init__(
+        self, path: Path, *, shards: Sequence[int] | None = None, threads: int = 1
+    ) -> None:
+        self.path = path
+        self.manifest = Manifest.read(path)
+        _raise_first(path, self._size_problems())
+        manifest = self.manifest
+        try:
+            self.vectors_ND = np.load(path / VECTORS, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise IndexError_(f"{path / VECTORS}: cannot be read ({error})") from error
+        shape = (manifest.num_passages, manifest.dim)
+        if self.vectors_ND.shape != shape or self.vectors_ND.dtype != np.float32:
+            raise IndexError_(
+                f"{path / VECTORS}: {self.vectors_ND.dtype} {list(self.vectors_ND.shape)}, "
+                f"expected float32 {list(shape)}"
+            )
+        bounds = shard_bounds(manifest.num_passages, len(manifest.index_files))
+        self._settings = IndexSettings(**manifest.index)
+        self._indexes: list[tuple[int, Index]] = []
+        for shard in range(len(bounds) - 1) if shards is None else shards:
+            file = path / manifest.index_files[shard]
+            index = open_index(file, self._settings, threads=threads)
+            expected = bounds[shard + 1] - bounds[shard]
+            if (index.num_rows, index.dim) != (expected, manifest.dim):
+                raise IndexError_(
+                    f"{file}: {index.num_rows} vectors of {index.dim}, expected {expected} of "
+                    f"{manifest.dim}"
+                )
+            self._indexes.append((bounds[shard], index))
+        self._ids: tuple[np.ndarray, np.ndarray] | None = None
+
+    @property
+    def number(self) -> int:
+        """Generations are numbered from 1 in the order of their snapshots."""
+        return self.manifest.generation
+
+    @property
+    def step(self) -> int:
+        """Optimizer step of the encoder that made it."""
+        return self.manifest.step
+
+    def __len__(self) -> int:
+        return self.manifest.num_passages
+
+    def search(self, queries_QD: np.ndarray, k: int) -> Hits:
+        """The best ``k`` passages of the opened index files; see `Index.search`.
+
+        Raises:
+            IndexError_: the queries do not fit.
+        """
+        parts = []
+        for first_row, index in self._indexes:
+            hits = index.search(queries_QD, k)
+            parts.append(Hits(hits.scores_Qk, hits.rows_Qk + first_row))
+        return parts[0] if len(parts) == 1 else merge_top_k(parts, k, num_queries=len(queries_QD))
+
+    def ids(self, rows: Iterable[int]) -> list[str]:
+        """The ids of passages, by row.
+
+        Raises:
+            IndexError_: a row that is not there; -1 is not the last one.
+        """
+        if self._ids is None:
+            with np.load(self.path / IDS, allow_pickle=False) as file:
+                self._ids = file["utf8"], file["ends"]
+        utf8, ends = self._ids
+        found = []
+        for row in rows:
+            if not 0 <= row < len(ends):
+                raise IndexError_(f"{self.path}: no row {row}, it has {len(ends)}")
+            start = ends[row - 1] if row > 0 else 0
+            found.append(bytes(utf8[start : ends[row]]).decode("utf-8"))
+        return found
+
+    def verify(self) -> None:
+        """Read every byte and compare the hashes; FAISS itself takes flipped bytes for scores.
+
+        Raises:
+            IndexError_: names the first file that is not as it was written.
+        """
+        files = self.manifest.files
+        with ThreadPoolExecutor(max_workers=4) as pool:
+            hashes = list(pool.map(lambda name: sha256(self.path / name), files))
+        _raise_first(
+            self.path,
+            [
+                f"{name} is altered (SHA-256 {got[:12]}..., expected {entry['sha256'][:12]}...)"
+                for (name, entry), got in zip(files.items(), hashes, strict=True)
+                if got != entry["sha256"]
+            ],
+        )
+
+    def _size_problems(self) -> list[str]:
+        problems = []
+        named = {VECTORS, IDS, *self.manifest.index_files}
+        problems += [f"{name} is not in its manifest" for name in named - set(self.manifest.files)]
+        for name, entry in self.manifest.files.items():
+            try:
+                size = (self.path / name).stat().st_size
+            except OSError as error:
+                problems.append(f"{name}: {error.strerror}")
+                continue
+            if size != entry["size"]:
+                problems.append(f"{name} has {size} bytes, expected {entry['size']}")
+        return problems
+
+
+def _raise_first(path: Path, problems: list[str]) -> None:
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise IndexError_(f"{path}: {problems[0]}{more}; the generation is damaged")
+
+
+def shard_bounds(num_rows: int, num_shards: int) -> list[int]:
+    """First rows of near-equal ranges, and the end: `num_shards` + 1 numbers."""
+    return [shard * num_rows // num_shards for shard in range(num_shards + 1)]
+
+
+def index_names(num_shards: int) -> list[str]:
+    """The index files of a generation with so many shards."""
+    if num_shards == 1:
+        return ["index.faiss"]
+    return [f"index-{shard}-of-{num_shards}.faiss" for shard in range(num_shards)]
+
+
+def write_tables(folder: Path, ids: Sequence[str], dim: int, settings: IndexSettings) -> None:
+    """Write `ids.npz`, and `metadata.npz` and `summary.json` for PixelRAG's server.
+
+    To the server each passage is an article of its own, numbered by row, with one tile.
+    """
+    encoded = [name.encode("utf-8") for name in ids]
+    ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)
+    utf8 = np.frombuffer(b"".join(encoded), dtype=np.uint8)
+    put(folder / IDS, lambda path: _savez(path, utf8=utf8, ends=ends))
+    zeros = np.zeros(len(ids), np.int32)
+    names = ("tile_indices", "chunk_indices", "y_offsets", "tile_heights")
+    arrays = {"article_ids": np.arange(len(ids), dtype=np.int64), **dict.fromkeys(names, zeros)}
+    put(folder / METADATA, lambda path: _savez(path, **arrays))
+    summary = {
+        "backend": "faiss",
+        "total_vectors": len(ids),
+        "dimension": dim,
+        "nlist": 0,
+        "nprobe": settings.nprobe,
+        "metric": "ip",
+        "index_type": settings.factory,
+        "index_file": index_names(1)[0],
+        "metadata_file": METADATA,
+    }
+    put_text(folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
+
+
+def _savez(path: Path, **arrays: np.ndarray) -> None:
+    with open(path, "wb") as stream:  # numpy would add .npz to a name
+        np.savez(stream, **arrays)

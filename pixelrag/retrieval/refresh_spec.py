@@ -1,0 +1,167 @@
+"""What a refresh is to do, as the trainer writes it and the workers read it.
+
+Files in `gen-<n>.part/work/`:
+
+spec.json                this, by the trainer
+weights.safetensors      the document encoder's snapshot, by the trainer
+sealed.json              hash of the two, by the coordinator; what is made belongs to this hash
+shard-<i>.npy            vectors of `shard_rows` passages, by encoding workers
+validation.json          figures, by the validating worker
+state.json               where the coordinator is; failed.json: why it gave up
+alive-<job>, <job>.log   signs of life, and what a process printed
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pixelrag.errors import IndexError_
+from pixelrag.retrieval.durable import put_text, sha256
+
+SPEC = "spec.json"
+WEIGHTS = "weights.safetensors"
+SEALED = "sealed.json"
+STATE = "state.json"
+FAILED = "failed.json"
+VALIDATION = "validation.json"
+_FORMAT = 1
+# What the result does not depend on.
+_CIRCUMSTANCES = ("generation", "step", "devices", "nice", "timeout_seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A function to call in another process.
+
+    Attributes:
+        target: ``package.module:function``.
+        arguments: keyword arguments, JSON.
+    """
+
+    target: str
+    arguments: dict[str, Any]
+
+    def __call__(self, **more: Any) -> Any:
+        """Import the function and call it with `arguments` and ``more``."""
+        module, _, name = self.target.partition(":")
+        return getattr(importlib.import_module(module), name)(**self.arguments, **more)
+
+
+@dataclass(frozen=True, slots=True)
+class RefreshSpec:
+    """One refresh.
+
+    Attributes:
+        generation: number of the generation to make.
+        step: optimizer step of the snapshot.
+        passages: returns the passage store (`pixelrag.data.passages.load_passages`).
+        encoder: called with `weights` (a path), `device` and `progress` (to call now and then) as
+            well, returns a function from a list of passages to float32 [n, D]
+            (`pixelrag.retrieval.document_encoder.embedder`).
+        num_passages, dim: N and D.
+        fingerprints: of passages, tokenizer, template, pooling, max_length, dtype.
+        index: the fields of `IndexSettings`.
+        num_index_shards: index files to build.
+        shard_rows: passages a worker encodes before it writes them down.
+        devices: one encoding worker each; a device may be named several times.
+        threads: CPU threads of each worker.
+        nice: see `background.launch`.
+        timeout_seconds: a worker without a sign of life for so long is killed.
+        min_recall, recall_k: the index must find so much of the true best k.
+        parity_tolerance: largest relative difference between a vector and the same passage
+            encoded once more, alone.
+        seed: of the rows that are validated.
+    """
+
+    generation: int
+    step: int
+    passages: Call
+    encoder: Call
+    num_passages: int
+    dim: int
+    fingerprints: dict[str, str]
+    index: dict[str, Any]
+    num_index_shards: int = 1
+    shard_rows: int = 8192
+    devices: list[str] = field(default_factory=lambda: ["cpu"])
+    threads: int = 1
+    nice: int = 19
+    timeout_seconds: float = 1800.0
+    min_recall: float = 0.9
+    recall_k: int = 10
+    parity_tolerance: float = 1e-3
+    seed: int = 0
+
+    @property
+    def num_shards(self) -> int:
+        """Shards of passages, the last one maybe shorter."""
+        return -(-self.num_passages // self.shard_rows)
+
+    def rows_of(self, shard: int) -> range:
+        """Rows of one shard."""
+        start = shard * self.shard_rows
+        return range(start, min(start + self.shard_rows, self.num_passages))
+
+    def write(self, work: Path) -> None:
+        """Write it to a work folder."""
+        put_text(work / SPEC, json.dumps({"format": _FORMAT, **asdict(self)}, indent=1) + "\n")
+
+    @classmethod
+    def read(cls, work: Path) -> RefreshSpec:
+        """Read what `write` wrote.
+
+        Raises:
+            IndexError_: it is missing or cannot be read.
+        """
+        path = work / SPEC
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content.pop("format") != _FORMAT:
+                raise ValueError(f"expected format {_FORMAT}")
+            calls = {name: Call(**content[name]) for name in ("passages", "encoder")}
+            return cls(**content | calls)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise IndexError_(f"{path}: cannot be read ({error})") from error
+
+    def seal(self, weights_sha256: str) -> str:
+        """Hash of all that decides the vectors and the index."""
+        content = {k: v for k, v in asdict(self).items() if k not in _CIRCUMSTANCES}
+        text = json.dumps(content | {"weights": weights_sha256}, sort_keys=True)
+        return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def shard_name(shard: int) -> str:
+    """File of a shard's vectors."""
+    return f"shard-{shard:05d}.npy"
+
+
+def weights_hash(work: Path) -> str:
+    """SHA-256 of the snapshot.
+
+    Raises:
+        IndexError_: there is none.
+    """
+    try:
+        return sha256(work / WEIGHTS)
+    except OSError as error:
+        raise IndexError_(f"{work / WEIGHTS}: the snapshot cannot be read ({error})") from error
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a small file; None where there is none, or no whole one."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Put an object into a small file."""
+    put_text(path, json.dumps(content) + "\n")

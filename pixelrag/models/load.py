@@ -9,7 +9,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import MODEL_MAPPING, AutoConfig, AutoModel, PreTrainedModel
+from transformers import (
+    MODEL_MAPPING,
+    AutoConfig,
+    AutoModel,
+    PreTrainedModel,
+    modeling_gguf_pytorch_utils,
+)
 from transformers.utils import logging as transformers_logging
 
 from pixelrag.config.parts import LoraConfig, ModelConfig
@@ -201,14 +207,18 @@ def _report(embedder: Embedder, preprocessor: Preprocessor, source: ModelSource)
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers' loading report and bar: what matters in them is checked here."""
+    """Silence transformers' loading report and bars: what matters in them is checked here."""
     level = transformers_logging.get_verbosity()
     bar = transformers_logging.is_progress_bar_enabled()
+    gguf_bar = modeling_gguf_pytorch_utils.tqdm
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    # That of GGUF files is a bar of its own, which obeys nobody.
+    modeling_gguf_pytorch_utils.tqdm = transformers_logging.tqdm
     try:
         yield
     finally:
+        modeling_gguf_pytorch_utils.tqdm = gguf_bar
         transformers_logging.set_verbosity(level)
         if bar:
             transformers_logging.enable_progress_bar()

@@ -21,9 +21,12 @@ def help_text(
 
     `own` holds the command's own flags: name -> meaning.
     """
-    own_usage = "".join(f" [--{name} VALUE]" for name in own)
+    usage = f"usage: {program} [--config FILE ...]"
+    if own:
+        indent = " " * len(f"usage: {program}")
+        usage += "".join(f" [--{name} VALUE]" for name in own) + f"\n{indent}"
     lines = [
-        f"usage: {program} [--config FILE ...]{own_usage} [--SECTION.OPTION VALUE ...]",
+        f"{usage} [--SECTION.OPTION VALUE ...]",
         "",
         f"{summary[0].upper()}{summary[1:]}.",
         "",

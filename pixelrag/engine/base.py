@@ -144,10 +144,13 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def full_parameters(self, *, trainable_only: bool = False) -> dict[str, torch.Tensor]:
+    def full_parameters(
+        self, *, trainable_only: bool = False, prefix: str = ""
+    ) -> dict[str, torch.Tensor]:
         """Full master weights on the CPU by name: on rank 0; an empty dict on other ranks.
 
-        A collective. Buffers are included unless ``trainable_only``.
+        A collective. Buffers are included unless ``trainable_only``; names that do not begin with
+        ``prefix`` are left out, and not gathered.
         """
 
     @abstractmethod
@@ -161,6 +164,13 @@ class Engine(ABC):
     def named_trainable(self) -> NamedParameters:
         """The trained parameters in registration order."""
         return [(n, p) for n, p in self.module.named_parameters() if p.requires_grad]
+
+    def named_tensors(self, *, trainable_only: bool, prefix: str) -> list[tuple[str, torch.Tensor]]:
+        """What ``full_parameters`` gathers, as this rank holds it."""
+        named: list[tuple[str, torch.Tensor]] = list(self.named_trainable())
+        if not trainable_only:
+            named = list(self.module.state_dict(keep_vars=True).items())
+        return [(name, tensor) for name, tensor in named if name.startswith(prefix)]
 
     def build_optimizer(self, factory: OptimizerFactory) -> torch.optim.Optimizer:
         """Call the factory and make sure that it took exactly the trained parameters.

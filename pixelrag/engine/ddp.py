@@ -72,13 +72,10 @@ class DDPEngine(Engine):
     def gradients(self):
         return {n: p.grad.detach().clone() for n, p in self.named_trainable()}
 
-    def full_parameters(self, *, trainable_only=False):
+    def full_parameters(self, *, trainable_only=False, prefix=""):
         if self.rank != 0:
             return {}
-        if trainable_only:
-            named: Iterable = self.named_trainable()
-        else:
-            named = self.module.state_dict(keep_vars=True).items()
+        named = self.named_tensors(trainable_only=trainable_only, prefix=prefix)
         return {n: p.detach().to("cpu", copy=True) for n, p in named}
 
     def optimizer_state(self):

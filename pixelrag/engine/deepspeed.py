@@ -207,10 +207,8 @@ class DeepSpeedEngine(Engine):
 
         return {n: safe_get_full_grad(p).detach().clone() for n, p in self.named_trainable()}
 
-    def full_parameters(self, *, trainable_only=False):
-        named = self.named_trainable()
-        if not trainable_only:
-            named = list(self.module.state_dict(keep_vars=True).items())
+    def full_parameters(self, *, trainable_only=False, prefix=""):
+        named = self.named_tensors(trainable_only=trainable_only, prefix=prefix)
         full = {}
         for name, tensor in named:
             sharded = hasattr(tensor, "ds_id")

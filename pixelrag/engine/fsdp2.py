@@ -145,11 +145,9 @@ class FSDP2Engine(Engine):
         self.fill_unused_gradients()
         return {n: _whole(p.grad).detach().clone() for n, p in self.named_trainable()}
 
-    def full_parameters(self, *, trainable_only=False):
+    def full_parameters(self, *, trainable_only=False, prefix=""):
         self._reshard()
-        named = self.named_trainable()
-        if not trainable_only:
-            named = list(self.module.state_dict(keep_vars=True).items())
+        named = self.named_tensors(trainable_only=trainable_only, prefix=prefix)
         full = {}
         for name, tensor in named:
             whole = _whole(tensor).detach()

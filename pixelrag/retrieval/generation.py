@@ -21,7 +21,7 @@ import numpy as np
 
 from pixelrag.errors import IndexError_, ProvenanceError
 from pixelrag.retrieval.durable import put, put_text, sha256
-from pixelrag.retrieval.hits import Hits, merge_top_k
+from pixelrag.retrieval.hits import Hits, check_queries, merge_top_k
 from pixelrag.retrieval.index import Index, IndexSettings, open_index
 
 MANIFEST = "manifest.json"
@@ -186,7 +186,17 @@ class Generation:
         for first_row, index in self._indexes:
             hits = index.search(queries_QD, k)
             parts.append(Hits(hits.scores_Qk, hits.rows_Qk + first_row))
-        return parts[0] if len(parts) == 1 else merge_top_k(parts, k, num_queries=len(queries_QD))
+        if len(parts) == 1:
+            return parts[0]
+        return merge_top_k(parts, k, num_queries=len(queries_QD))
+
+    def check_queries(self, queries_QD: np.ndarray, k: int) -> np.ndarray:
+        """The queries as contiguous float32.
+
+        Raises:
+            IndexError_: they do not fit this generation.
+        """
+        return check_queries(queries_QD, self.manifest.dim, k)
 
     def ids(self, rows: Iterable[int]) -> list[str]:
         """The ids of passages, by row.

@@ -209,8 +209,7 @@ class Generations:
 
     def _to_trash(self, folder: Path, name: str) -> None:
         trash = self.root / name
-        if trash.exists():
-            shutil.rmtree(trash)
+        shutil.rmtree(trash, ignore_errors=True)
         with contextlib.suppress(FileNotFoundError):
             os.rename(folder, trash)
 

@@ -107,7 +107,7 @@ class Refresher:
 
         Raises:
             IndexError_: one is in flight.
-            OSError: the folder cannot be made.
+            OSError: the folder cannot be made; `fail` then ends the refresh.
         """
         if self._status.busy:
             raise IndexError_(
@@ -118,10 +118,10 @@ class Refresher:
             sealed = (self._generations.part(other) / MANIFEST).exists()
             if other != number or sealed:
                 self._generations.discard_part(other)
-        work = self._generations.part(number) / WORK
-        work.mkdir(parents=True, exist_ok=True)
         self._began = self._clock()
         self._status = Status("snapshot", number, step)
+        work = self._generations.part(number) / WORK
+        work.mkdir(parents=True, exist_ok=True)
         return work
 
     def start(self, folder: Path, step: int) -> None:

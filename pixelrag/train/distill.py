@@ -92,7 +92,7 @@ def train(config: DistillConfig, world: World) -> dict[str, Any]:
             return {"step": state.step}
         logger.info("resuming from %s, step %d of %d", checkpoint, state.step, total_steps)
     task = DistillTask(config, world, contract, tokenizer, data, sampler, checkpoint)
-    _say_arithmetic(config, world, data, total_steps)
+    _say_arithmetic(config, world, sampler, total_steps)
     try:
         return Loop(task, config, world, total_steps, state).run()
     finally:
@@ -362,13 +362,13 @@ def build_container(config: DistillConfig, world: World, contract: Contract) -> 
 
 
 def _say_arithmetic(
-    config: DistillConfig, world: World, data: DistillData, total_steps: int
+    config: DistillConfig, world: World, sampler: PackedSampler, total_steps: int
 ) -> None:
     batch, rows = config.batch, rows_of_a_step(config, world)
     logger.info(
         "%d rows an epoch; a step sees %d of them (%d a rank x %d ranks x %d accumulated), up to "
         "%d tokens; %d steps, %.2f epochs",
-        *(data.train.num_rows, rows, batch.per_device_batch_size, world.world_size),
+        *(sampler.plan.num_rows, rows, batch.per_device_batch_size, world.world_size),
         *(batch.gradient_accumulation_steps, rows * config.packing.length, total_steps),
-        total_steps * rows / data.train.num_rows,
+        total_steps / sampler.batches_per_epoch,
     )

@@ -42,11 +42,13 @@ def check(config: DistillConfig) -> int:
         return error.exit_code
     for line in budget.lines():
         say(line)
-    stores = [_read(config, config.data.train, encoder, draw=True)]
-    if config.data.eval:
-        stores.append(_read(config, config.data.eval, encoder, draw=False))
-    if None in stores:
-        return DataError.exit_code
+    stores, codes = zip(
+        _read(config, config.data.train, encoder, draw=True),
+        *([_read(config, config.data.eval, encoder, draw=False)] if config.data.eval else []),
+        strict=True,
+    )
+    if any(codes):
+        return next(filter(None, codes))
     try:
         for store in stores:
             check_tokens(store, contract.vocab_size)
@@ -63,13 +65,17 @@ def check(config: DistillConfig) -> int:
 
 def _read(
     config: DistillConfig, sources: Sequence[str], encoder: TextEncoder, *, draw: bool
-) -> TokenStore | None:
-    """Tokenize; print every bad row and a summary; None where training would refuse to start."""
+) -> tuple[TokenStore | None, int]:
+    """Tokenize; print every bad row and a summary.
+
+    Returns:
+        The tokens, and the exit code with which training would refuse to start; 0 = it would not.
+    """
     try:
         store, report = read_texts(sources, encoder, **reading_options(config, draw=draw))
     except PixelragError as error:
         say(str(error))
-        return None
+        return None, error.exit_code
     for bad in report.bad:
         say(str(bad))
     share = report.num_supervised / max(report.num_tokens, 1)
@@ -78,14 +84,15 @@ def _read(
         f"{report.num_tokens:,} tokens, {share:.0%} of them learnt from"
     )
     refused = report.num_bad_rows and config.data.bad_rows == "error"
-    return None if refused or not report.num_samples else store
+    return store, DataError.exit_code if refused or not report.num_samples else 0
 
 
 def _run_in_figures(config: DistillConfig, data: DistillData, budget: Budget) -> list[str]:
     batch, plan, length = config.batch, data.train, config.packing.length
     world_size = read_ranks()[1]
     step_rows = batch.per_device_batch_size * batch.gradient_accumulation_steps * world_size
-    steps = num_steps(config, -(-plan.num_rows // step_rows))
+    steps_per_epoch = -(-plan.num_rows // step_rows)
+    steps = num_steps(config, steps_per_epoch)
     rows = plan.epoch(0)
     lengths = plan.store.lengths
     lines = [
@@ -94,13 +101,13 @@ def _run_in_figures(config: DistillConfig, data: DistillData, budget: Budget) ->
         f"{plan.num_rows:,} rows of {length:,} tokens, {plan.fill:.2%} full; a step sees "
         f"{step_rows} of them ({batch.per_device_batch_size} a rank x {world_size} ranks x "
         f"{batch.gradient_accumulation_steps} accumulated); {steps:,} steps, "
-        f"{steps * step_rows / plan.num_rows:.2f} epochs",
+        f"{steps / steps_per_epoch:.2f} epochs",
     ]
     squares = budget.squares(plan, rows)
     per_epoch = budget.operations(int(rows.tokens.sum()), squares, int(rows.supervised.sum()))
     lines.append(
         f"{per_epoch / rows.tokens.sum() / 1e9:,.2f} GFLOP a token, "
-        f"{per_epoch * steps * step_rows / plan.num_rows / 1e15:,.3f} PFLOP in all"
+        f"{per_epoch * steps / steps_per_epoch / 1e15:,.3f} PFLOP in all"
     )
     if data.held_out is not None:
         lines.append(f"held out: {data.held_out.report}")

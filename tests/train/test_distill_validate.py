@@ -39,7 +39,7 @@ def words(folder: Path, count: int) -> str:
 
 
 def test_steps_epochs_and_fill_are_those_of_a_hand_count(validate, classroom, tmp_path):
-    """Eight texts of 16 tokens and one of 8 to a row of 32: 4 rows are full, one is to a quarter."""
+    """Eight texts of 16 tokens and one of 8, in rows of 32: four are full, one is to a quarter."""
     rows = [{"text": words(classroom / "tied", 16)} for _ in range(8)]
     train = write_jsonl(tmp_path / "t.jsonl", [*rows, {"text": words(classroom / "tied", 8)}])
     held_out = write_jsonl(tmp_path / "e.jsonl", [{"text": words(classroom / "tied", 40)}])

@@ -17,10 +17,13 @@ for _name in (
     "pixelrag.engine.fsdp2",
     "pixelrag.engine.ds_config",
     "pixelrag.train.contrastive",
+    "pixelrag.train.distill",
     # Imported by the libraries when they are first used.
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "deepspeed.runtime.zero.stage3",
     "transformers.models.bert.modeling_bert",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
     "PIL.PngImagePlugin",
     "torch._dynamo",
 ):

@@ -151,14 +151,16 @@ def _last(metrics: Path, name: str) -> float | None:
 
 
 def _samples(folder: Path, chats: ChatSet) -> list[dict[str, str]]:
-    """Ask both models the first held-out question, and print what they answer."""
+    """Ask both models the shortest held-out question, and print what they answer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from pixelrag.config.distill_parts import TeacherConfig
     from pixelrag.models.causal_load import teacher_source
+    from pixelrag.models.load import quiet
 
     with chats.eval_path.open(encoding="utf-8") as lines:
-        question = json.loads(next(lines))["messages"][:1]
+        questions = [json.loads(line)["messages"][:1] for line in lines]
+    question = min(questions, key=lambda messages: len(messages[0]["content"]))
     source = teacher_source(TeacherConfig(name_or_path=f"package:{PACKAGE}", gguf_file=GGUF))
     best = folder / "run" / "best"
     samples = [{"who": "question", "text": question[0]["content"]}]
@@ -166,8 +168,9 @@ def _samples(folder: Path, chats: ChatSet) -> list[dict[str, str]]:
         ("teacher", source.location, {"gguf_file": GGUF}),
         ("student", str(best), {}),
     ):
-        model = AutoModelForCausalLM.from_pretrained(place, **options)
-        tokenizer = AutoTokenizer.from_pretrained(place, **options)
+        with quiet():
+            model = AutoModelForCausalLM.from_pretrained(place, **options)
+            tokenizer = AutoTokenizer.from_pretrained(place, **options)
         samples.append({"who": who, "text": _answer(model, tokenizer, question)})
     say()
     for sample in samples:

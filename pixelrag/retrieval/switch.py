@@ -152,6 +152,7 @@ class Switch:
         elif ready and self._lag is None and self._replay is None:
             self._switch(step, target)
             switched = True
+        start = start and self._in_flight is None
         if start:
             self.begin(step)
         self._check_age(step)
@@ -224,7 +225,7 @@ class Switch:
 
         Returns:
             The generation to be used next (or the one in use), whether all ranks can switch to it,
-            and whether a refresh starts.
+            and whether rank 0 would start a refresh.
         """
         self._collect()
         failed = self._look()
@@ -242,7 +243,7 @@ class Switch:
         if lost and self._in_flight is not None:
             self.history.append(Event(self._in_flight, "failed", lost))
             self._in_flight = None
-        return target, -slowest >= target > self.number, bool(starts and self._in_flight is None)
+        return target, -slowest >= target > self.number, bool(starts)
 
     def _look(self) -> int:
         """On rank 0: note what was published; the number of a refresh that has failed, or 0."""

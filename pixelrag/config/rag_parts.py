@@ -1,0 +1,116 @@
+"""The RAG job's sections about the knowledge base: its index, and how it is renewed."""
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
+
+from pixelrag.config.problems import Conflict
+from pixelrag.config.section import Section
+
+_DEVICE_KINDS = ("cpu", "cuda")
+
+
+class IndexConfig(Section):
+    factory: str = Field("HNSW32", min_length=1)
+    """FAISS factory string, such as Flat, HNSW32 or IVF1024,PQ48x4fs; inner product."""
+    train_rows: int | None = Field(None, ge=1)
+    """Vectors that an index which must be trained is trained on; null = by its size."""
+    ef_construction: int = Field(80, ge=1)
+    """HNSW: breadth of the search while building."""
+    ef_search: int = Field(64, ge=1)
+    """HNSW: breadth of a search."""
+    nprobe: int = Field(16, ge=1)
+    """IVF: cells that a search looks into."""
+    num_shards: int = Field(1, ge=1)
+    """More than 1: so many index files, dealt out to the ranks; 1: every rank maps the whole."""
+    search_threads: int = Field(1, ge=1)
+    """CPU threads of a search."""
+
+
+class RefreshConfig(Section):
+    every_steps: int | None = Field(None, ge=1)
+    """Renew the knowledge base every so many steps; null = never."""
+    trigger: Literal["steps", "drift"] = "steps"
+    """drift: every so many steps only measure, and renew where probes have drifted."""
+    drift_threshold: float = Field(0.05, gt=0, le=2)
+    """Mean of 1 - cosine over the probes from which drift renews."""
+    drift_probes: int = Field(64, ge=1)
+    """Passages whose drift is measured."""
+    deterministic_lag: int | None = Field(None, ge=0)
+    """Use a generation exactly so many steps after its snapshot, waiting for it if need be."""
+    max_staleness: int | None = Field(None, ge=1)
+    """Steps that the generation in use may be old; null = any."""
+    on_stale: Literal["stop", "warn"] = "warn"
+    """What to do when it is older."""
+    final_refresh: Literal["wait", "skip"] = "wait"
+    """At the end: wait for the refresh in flight, or drop it."""
+    keep: int = Field(2, ge=1)
+    """Generations to keep, besides those that checkpoints need."""
+    devices: Literal["auto"] | list[str] = "auto"
+    """Where to encode: auto (GPUs that no rank uses, else the CPU), or a list such as cuda:1."""
+    num_workers: int = Field(1, ge=1)
+    """Encoding processes on each device."""
+    threads: int = Field(1, ge=1)
+    """CPU threads of each process."""
+    nice: int = Field(19, ge=0, le=19)
+    """Their priority: 0 as the training's, 19 what the training leaves."""
+    batch_size: int = Field(64, ge=1)
+    """Passages encoded at once."""
+    shard_rows: int = Field(8192, ge=1)
+    """Passages encoded between two writes; finished ones survive a crash."""
+    timeout_seconds: float = Field(1800, gt=0)
+    """A process that shows no progress for so long is killed."""
+    retries: int = Field(2, ge=0)
+    """Further attempts after a failure that may pass."""
+    retry_seconds: float = Field(5, ge=0)
+    """Pause before the first of them; doubled for each further one."""
+    min_recall: float = Field(0.9, ge=0, le=1)
+    """An index that finds less of the true best recall_k is not used."""
+    recall_k: int = Field(10, ge=1)
+    """Hits over which its recall is measured."""
+    parity_tolerance: float | None = Field(None, gt=0)
+    """Relative difference of passages encoded twice; null = 0.001, with bf16 0.05."""
+
+    @field_validator("devices", mode="before")
+    @classmethod
+    def _real_devices(cls, value: Any) -> Any:
+        if value == "auto":
+            return value
+        names = [value] if isinstance(value, str) else value
+        if not isinstance(names, list) or not names or not all(map(_is_device, names)):
+            raise PydanticCustomError("paths", "auto, or a list such as cpu, cuda:1")
+        return names
+
+
+def _is_device(name: Any) -> bool:
+    kind, colon, number = str(name).partition(":")
+    return kind in _DEVICE_KINDS and (number.isdecimal() and kind == "cuda" if colon else True)
+
+
+def refresh_conflicts(refresh: RefreshConfig, prefix: str = "refresh") -> Iterator[Conflict]:
+    """Yield every pair of settings that cannot stand together, with what mends it."""
+    if refresh.every_steps is None:
+        for name in ("trigger", "deterministic_lag", "max_staleness"):
+            value = getattr(refresh, name)
+            if name in refresh.model_fields_set and value not in (None, "steps"):
+                yield Conflict(
+                    (f"{prefix}.{name}", f"{prefix}.every_steps"),
+                    got=f"{prefix}.{name} {value} without {prefix}.every_steps",
+                    remedy=f"say how often: --{prefix}.every_steps 100; or leave {name} out",
+                )
+        return
+    if "drift_threshold" in refresh.model_fields_set and refresh.trigger != "drift":
+        yield Conflict(
+            (f"{prefix}.drift_threshold", f"{prefix}.trigger"),
+            got=f"{prefix}.drift_threshold with {prefix}.trigger steps",
+            remedy=f"set {prefix}.trigger drift, or leave the threshold out",
+        )
+    stale, lag = refresh.max_staleness, refresh.deterministic_lag
+    if stale is not None and lag is not None and refresh.on_stale == "stop" and stale < lag:
+        yield Conflict(
+            (f"{prefix}.max_staleness", f"{prefix}.deterministic_lag"),
+            got=f"{prefix}.max_staleness {stale} with {prefix}.deterministic_lag {lag}",
+            remedy="a generation is at least as old as the lag before the next: raise the former",
+        )

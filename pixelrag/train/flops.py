@@ -6,6 +6,7 @@ supervised tokens. Recomputed activations and padding are no progress and do not
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ _PEAKS = (
     ("B200", 2.25e15),
     ("H200", 9.89e14),
     ("H100 PCIe", 7.56e14),
+    ("H100 NVL", 8.35e14),
     ("H100", 9.89e14),
     ("A100", 3.12e14),
     ("L40S", 3.62e14),
@@ -96,4 +98,5 @@ def peak_of(device: torch.device, precision: str) -> float | None:
     if device.type != "cuda" or precision != "bf16":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in _PEAKS if part in name), None)
+    # By whole words: an L40 is no L4, an A1000 no A100.
+    return next((peak for part, peak in _PEAKS if re.search(rf"\b{part}\b", name)), None)

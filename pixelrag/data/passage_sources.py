@@ -22,7 +22,6 @@ import numpy as np
 
 from pixelrag.data.lines import line_places, parsed_lines
 from pixelrag.data.schema import (
-    Document,
     RowError,
     _kind,
     _text,
@@ -51,15 +50,6 @@ class Passage:
     title: str
     text: str | None
     image: Path | None
-
-    def document(self) -> Document:
-        """What an encoder reads: the image, or the title, a line end and the text.
-
-        Training and index must encode the same thing, so both take it from here.
-        """
-        if self.image is not None:
-            return Document.of_image(self.image)
-        return Document.of_text(f"{self.title}\n{self.text}" if self.title else self.text or "")
 
 
 class PassageSource(Protocol):

@@ -186,7 +186,10 @@ def environment(threads: int) -> dict[str, Any]:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         if line.startswith("model name")
     ]
-    packages = ("torch", "transformers", "deepspeed", "sentence-transformers", "gradcache")
+    packages = (
+        *("torch", "transformers", "deepspeed", "sentence-transformers", "gradcache"),
+        "liger-kernel",
+    )
     return {
         "kind": "environment",
         "cpu": model[0] if model else platform.machine(),

@@ -28,6 +28,7 @@ LAYERS = 24
 STEPS = 24
 ROW_LENGTH = 512
 UNPACKED_STEPS = 5
+HELD_OUT = 64
 ANSWER_TOKENS = 48
 
 
@@ -44,10 +45,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--layers", type=int, default=LAYERS,
         help=f"the student's layers, of the teacher's 30 (default {LAYERS})",
     )  # fmt: skip
+    parser.add_argument(
+        "--held-out", type=int, default=HELD_OUT, help=f"chats to evaluate on (default {HELD_OUT})"
+    )
     options = parser.parse_args(list(argv))
-    for name in ("nproc", "steps", "layers"):
+    for name in ("nproc", "steps", "layers", "held_out"):
         if getattr(options, name) < 1:
-            parser.error(f"argument --{name}: got {getattr(options, name)}, expected at least 1")
+            flag = name.replace("_", "-")
+            parser.error(f"argument --{flag}: got {getattr(options, name)}, expected at least 1")
     return options
 
 
@@ -65,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
         shutil.rmtree(folder / name, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     say("A language model teaches a smaller one, on chats about Python's standard library.")
-    chats = build_chats(folder / "chats")
+    chats = build_chats(folder / "chats", max_eval=options.held_out)
     say(
         f"{chats.num_train} chats to train on, {chats.num_eval} about functions of other files "
         f"held out; the teacher is SmolLM2-135M-Instruct (30 layers), the student {options.layers} "

@@ -101,4 +101,5 @@ def agree_on_schedule(
 
 
 def _num_tokens(chunks: list[Chunk]) -> int:
-    return sum(int(chunk["attention_mask"].sum()) for chunk in chunks)
+    masks = ("attention_mask", "target_mask")
+    return sum(int(chunk[mask].sum()) for chunk in chunks for mask in masks if mask in chunk)

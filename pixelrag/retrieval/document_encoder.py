@@ -17,17 +17,14 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
 
 from pixelrag.config.parts import LoraConfig
 from pixelrag.config.rag_models import EncoderConfig
-from pixelrag.data.passages import PassageStore, load_passages
 from pixelrag.data.schema import Document
 from pixelrag.errors import ModelError
 from pixelrag.models.embedder import Embedder
 from pixelrag.models.load import load_embedder
 from pixelrag.models.preprocess import Preprocessor
-from pixelrag.models.source import resolve_source
 
 TEMPLATE = "{title}\n{text}"
 _FIELD = re.compile(r"\{(title|text)\}")
@@ -149,19 +146,6 @@ def embedder(
         )
 
     return encode
-
-
-def passages(*, tokenizer: str | None = None, **options: Any) -> PassageStore:
-    """Open the passages of a run again, in a worker; for `RefreshSpec`.
-
-    Args:
-        tokenizer: folder or name of the tokenizer by whose tokens documents are cut.
-        options: of `load_passages`; images are not decoded a second time.
-    """
-    loaded = None
-    if tokenizer is not None:
-        loaded = AutoTokenizer.from_pretrained(resolve_source(tokenizer).location)
-    return load_passages(**options, tokenizer=loaded, open_images=False)
 
 
 def load_snapshot(model: torch.nn.Module, weights: Path) -> None:

@@ -76,7 +76,7 @@ def refresh_recipe(
 
     Args:
         index, refresh: sections of the configuration.
-        passages: opens ``store`` in another process (`document_encoder.passages`).
+        passages: opens ``store`` in another process (`reopen.passages`).
         store: the passages as the run has opened them.
         encoder: builds the encoder there (`document_encoder.embedder`); gets the batch size.
         dim: D of its vectors.

@@ -144,7 +144,7 @@ class Refresher:
         try:
             spec.write(folder)
         except OSError as error:
-            self._attempt_failed(f"{folder}: {error}", permanent=False)
+            self._attempt_failed(str(error), permanent=True)  # the snapshot is lost with it
             return
         self._launch()
 

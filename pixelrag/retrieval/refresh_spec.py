@@ -60,7 +60,7 @@ class RefreshSpec:
     Attributes:
         generation: number of the generation to make.
         step: optimizer step of the snapshot.
-        passages: returns the passage store (`pixelrag.data.passages.load_passages`).
+        passages: returns the passage store (`pixelrag.retrieval.reopen.passages`).
         encoder: called with `weights` (a path), `device` and `progress` (to call now and then) as
             well, returns a function from a list of passages to float32 [n, D]
             (`pixelrag.retrieval.document_encoder.embedder`).

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
-from pixelrag.distributed.collectives import agree_max
+from pixelrag.distributed.collectives import agree_max, told_by_main
 from pixelrag.distributed.together import together
 from pixelrag.errors import CheckpointError, IndexError_, PixelragError
 from pixelrag.retrieval.durable import sha256
@@ -145,9 +145,11 @@ class Switch:
         if self._pinned_to(step):
             switched = self.settle(step)
             if self._replay is not None and not switched:
-                raise IndexError_(
-                    f"step {step}: the earlier run switched here, but its generation cannot be "
-                    "made again; the warnings above say why"
+                raise told_by_main(
+                    IndexError_(
+                        f"step {step}: the earlier run switched here, but its generation cannot "
+                        "be made again; the warnings above say why"
+                    )
                 )
         elif ready and self._lag is None and self._replay is None:
             self._switch(step, target)
@@ -307,10 +309,8 @@ class Switch:
             f"refresh.max_staleness {self._max_staleness}"
         )
         if self._on_stale == "stop":
-            raise IndexError_(
-                message + ". Give the refresh more cores or devices, refresh less often, or set "
-                "refresh.on_stale to warn"
-            )
+            advice = "Give the refresh more cores or devices, or set refresh.on_stale to warn"
+            raise told_by_main(IndexError_(f"{message}. {advice}"))
         if self._warned != self.number and self._refresher is not None:
             self._warned = self.number
             logger.warning("%s", message)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -70,18 +72,17 @@ def test_a_tile_is_an_image(tmp_path: Path) -> None:
     assert passage_document(StandInPassage("1", "T", None, tile)).image == tile
 
 
-@pytest.mark.parametrize("name", ["bert", "bert_dropout"])
 def test_a_refresh_makes_the_vectors_of_the_training(
-    tiny_models: dict[str, Path], collection: Path, tmp_path: Path, name: str
+    tiny_models: dict[str, Path], collection: Path, tmp_path: Path
 ) -> None:
-    config = {"name_or_path": str(tiny_models[name]), "document_max_length": 24}
+    config = {"name_or_path": str(tiny_models["bert_dropout"]), "document_max_length": 24}
     model, preprocessor = load_embedder(EncoderConfig(**config))
     moved(model)
     store = load_passages(str(collection))
     recipe = refresh_recipe(
         IndexConfig(factory="Flat"),
         RefreshConfig(nice=0, batch_size=3, shard_rows=10),
-        passages=Call("pixelrag.retrieval.document_encoder:passages", {"source": str(collection)}),
+        passages=Call("pixelrag.retrieval.reopen:passages", {"source": str(collection)}),
         store=store,
         encoder=Call("pixelrag.retrieval.document_encoder:embedder", {"model_config": config}),
         dim=model.embedding_dim,
@@ -190,3 +191,26 @@ def test_fingerprints_change_with_what_decides_the_vectors(tiny_models) -> None:
         assert changed[key] != base[key], key
     assert of(document_instruction="passage: ")["template"] != base["template"]
     assert of(normalize=False)["pooling"] != base["pooling"]
+
+
+def test_passages_are_opened_again_as_they_were(tiny_models, collection: Path) -> None:
+    from transformers import AutoTokenizer
+
+    options = {"source": str(collection), "split": "tokens", "length": 8, "overlap": 2}
+    folder = str(tiny_models["bert"])
+    first = load_passages(**options, tokenizer=AutoTokenizer.from_pretrained(folder))
+    again = Call("pixelrag.retrieval.reopen:passages", options | {"tokenizer": folder})()
+    assert len(again) == len(first) > len(TEXTS) * 5
+    assert again.fingerprint == first.fingerprint
+
+
+def test_reopening_needs_no_torch(collection: Path) -> None:
+    script = (
+        "import sys; from pixelrag.retrieval.reopen import passages\n"
+        "import pixelrag.retrieval.coordinator, pixelrag.retrieval.refresh_worker\n"
+        "passages(source=sys.argv[1]); print('torch' in sys.modules, 'faiss' in sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(collection)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["False", "False"]

@@ -119,7 +119,7 @@ class PassageStore:
         Gold ids of questions name documents as often as passages. Empty when nothing has the id.
         """
         rows = self._rows_of_passage(identity)
-        if rows or not self._is_split:
+        if rows:
             return rows
         document = self._documents.find(identity)
         if document is None:

@@ -119,7 +119,7 @@ def test_recall_by_answer():
     assert values["answer_recall@2"].tolist() == [1, 1, 1, 0, 1]
     assert values["answer_recall@3"].tolist() == [1, 1, 1, 0, 1]
     # An answer without a word is in nothing, rather than in everything.
-    assert recall_by_answer([["x"]], [[" "]], ks=(1,))["answer_recall@1"].tolist() == [0]
+    assert recall_by_answer([["", "x"]], [[" "]], ks=(2,))["answer_recall@2"].tolist() == [0]
     with pytest.raises(ValueError, match="k=0"):
         recall_by_answer(texts, answers, ks=(0,))
     with pytest.raises(DataError, match="of 4 questions and 5 lists"):

@@ -3,8 +3,8 @@
 import json
 import os
 import pickle
-import threading
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ from PIL import Image
 from pixelrag.data.id_table import IdTable
 from pixelrag.data.passage_sources import Passage
 from pixelrag.data.passage_split import Splitter
-from pixelrag.data.passages import PassageStore, load_passages
+from pixelrag.data.passages import load_passages
 from pixelrag.errors import ConfigError, DataError, ModelError
 from pixelrag.models.tiny_tokenizer import byte_tokenizer, wordpiece_tokenizer
 
@@ -95,6 +95,13 @@ def test_a_folder_of_tiles(tmp_path):
     image_file(tmp_path / "c.png")
     with pytest.raises(DataError, match="holds other files"):
         store.require_unchanged()
+
+
+def test_file_names_that_are_no_text(tmp_path):
+    image_file(tmp_path / "a.png")
+    os.link(tmp_path / "a.png", os.fsencode(tmp_path) + b"/\xff.png")
+    with pytest.raises(DataError, match=r"1 of 2[^\n]*\n[^\n]*'\\udcff.png' cannot be an id"):
+        load_passages(str(tmp_path))
 
 
 def test_a_data_set_on_disk(tmp_path):
@@ -201,6 +208,11 @@ def test_what_changes_under_the_run_is_noticed(tmp_path):
     write(path, text(1))
     with pytest.raises(DataError, match="has changed since it was opened"):
         store[3]
+    store = load_passages(str(path))
+    write(path, text(2))  # as long as before
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(DataError, match="has been written to"):
+        store.require_unchanged()
     path.unlink()
     with pytest.raises(DataError, match="is not there any more"):
         store.require_unchanged()
@@ -223,10 +235,11 @@ def test_the_fingerprint_is_of_content_and_order(tmp_path):
         of(rows[0], rows[1], text(3, title="")),
         of(rows[0], rows[1], text(3, id="d4")),
         of(rows[0], rows[1], text(3, title="Title 3text", text="3")),
+        of(rows[0], rows[1], text(3, id="d3T", title="itle 3")),
         of(*rows, **words),
         of(*rows, split="words", length=50),
     ]
-    assert len({same, *others}) == 9
+    assert len({same, *others}) == 10
     # Of two words each: the pieces are the same.
     assert of(*rows, split="words", length=2) == others[-1]
 
@@ -363,6 +376,19 @@ def test_scripts_without_spaces_are_cut_by_tokens(tmp_path):
     assert len(store) == -(-len(body) // 3)
 
 
+def test_tokens_without_a_place_in_the_text_are_no_units():
+    class Prefixing:
+        """As tokenizers do that put a space before every text."""
+
+        is_fast = True
+
+        def __call__(self, texts, **options):
+            return {"offset_mapping": [[(0, 0), (0, 1), (2, 3), (3, 3), (4, 5)] for _ in texts]}
+
+    splitter = Splitter("tokens", 2, 0, Prefixing())
+    assert splitter.spans(["a b c"]) == [[(0, 3), (4, 5)]]
+
+
 def test_wrong_settings_are_refused(tmp_path):
     path = write(tmp_path / "kb.jsonl", text(1))
     for options, reason in (
@@ -392,20 +418,14 @@ def test_threads_and_workers_read_at_once(tmp_path):
     assert store[5].id == "d5"  # opens the file
     copies = [pickle.loads(pickle.dumps(store)) for _ in range(2)]  # noqa: S301 - as a DataLoader
     del store  # and closes it
-    wrong = []
 
-    def read(copy: PassageStore, first: int) -> None:
-        for row in range(first, 300, 3):
-            passage = copy[row]
-            if (passage.id, passage.text) != (rows[row]["id"], rows[row]["text"]):
-                wrong.append(row)
+    def read(part: int) -> list[tuple[str, str | None]]:
+        return [(p.id, p.text) for p in (copies[part % 2][row] for row in range(part, 300, 6))]
 
-    threads = [threading.Thread(target=read, args=(copies[i % 2], i % 3)) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(read, range(6)))
+    for part, passages in enumerate(found):
+        assert passages == [(row["id"], row["text"]) for row in rows[part::6]]
 
 
 def test_texts_are_not_kept(tmp_path):

@@ -40,6 +40,17 @@ def test_what_a_row_may_look_like(tmp_path):
     assert QuestionDataset(Path(second))[0].sample_id == "q.jsonl:1"
 
 
+def test_a_line_moved_to_the_next_file_is_other_data(tmp_path):
+    lines = [json.dumps({"question": f"q{i}", "answer": "a"}) + "\n" for i in range(3)]
+    fingerprints = set()
+    for cut in (1, 2):
+        for name, part in (("a.jsonl", lines[:cut]), ("b.jsonl", lines[cut:])):
+            (tmp_path / name).write_text("".join(part))
+        dataset = QuestionDataset([tmp_path / "a.jsonl", tmp_path / "b.jsonl"])
+        fingerprints.add(dataset.report.fingerprint)
+    assert len(fingerprints) == 2
+
+
 FAULTS = [
     ("{", "not valid JSON"),
     ([1], "a row is a JSON object, got a list"),

@@ -18,8 +18,9 @@ from pixelrag.data.step_loader import load_steps
 from pixelrag.distributed.collectives import from_main, sum_over_ranks
 from pixelrag.distributed.env import World, process_group, read_ranks
 from pixelrag.distributed.together import together
+from pixelrag.engine import Engine
 from pixelrag.export.causal import export_causal
-from pixelrag.models.causal import uncompiled
+from pixelrag.models.causal import CausalLM, uncompiled
 from pixelrag.models.causal_load import load_student, load_tokenizer, student_source
 from pixelrag.models.distill import DistillModel
 from pixelrag.models.isolation import check_head, check_isolation, sample_rows
@@ -114,6 +115,7 @@ def evaluate(config: DistillConfig, world: World) -> dict[str, float]:
     engine = engine_for(config, world, container, container.student.blocks())
     teacher = open_teacher(config, world, contract, data)
     try:
+        self_test(config, engine, container.student, teacher, contract, data)
         evaluator = DistillEvaluator(
             data.held_out, tokenizer.pad_token_id, config.eval.batch_size, world
         )
@@ -173,7 +175,7 @@ class DistillTask:
                 load_optimizer(checkpoint, self.engine)
         self.teacher: TeacherSource = open_teacher(config, world, contract, data)
         self._meter = _FlopMeter(config, world, shape, self.teacher, contract.vocab_size)
-        self._self_test(contract.vocab_size)
+        self_test(config, self.engine, self._student, self.teacher, contract, data)
         self._evaluator = None
         if data.held_out is not None:
             self._evaluator = DistillEvaluator(
@@ -194,29 +196,6 @@ class DistillTask:
             timeout_seconds=config.data.worker_timeout_seconds,
         )
         self._started = time.perf_counter()
-
-    def _self_test(self, vocab_size: int) -> None:
-        """Try heads and isolation of both models on this machine; all ranks run the same."""
-        isolated = self._config.packing.enabled and self._config.packing.attention == "isolated"
-        engine, student = self.engine, self._student
-        bf16 = self._config.engine.precision == "bf16"
-        precision = torch.bfloat16 if bf16 else student.dtype
-        # Documents are told apart by what goes into the layers, compiled or not.
-        with engine.inference(), uncompiled():
-            rows = sample_rows(vocab_size).to(engine.device)
-            split, whole = engine("logits", rows=rows), engine("whole", rows=rows)
-            check_head(split, whole, name="student", precision=precision)
-            if isolated:
-                check_isolation(
-                    lambda rows: engine("logits", rows=rows),
-                    name="student",
-                    vocab_size=vocab_size,
-                    precision=precision,
-                    device=engine.device,
-                    setting="student.attention",
-                )
-        if isinstance(self.teacher, LiveTeacher):
-            self.teacher.self_test(vocab_size, isolated=isolated)
 
     def next_batch(self) -> PackedStep:
         self._started = time.perf_counter()
@@ -306,6 +285,39 @@ class DistillTask:
     def close(self) -> None:
         """Let go of the teacher's files and connections."""
         self.teacher.close()
+
+
+def self_test(
+    config: DistillConfig,
+    engine: Engine,
+    student: CausalLM,
+    teacher: TeacherSource,
+    contract: Contract,
+    data: DistillData,
+) -> None:
+    """Try heads and isolation of both models on this machine; a collective, all ranks run the same.
+
+    Raises:
+        ModelError: documents that share a row see each other, or a head does more than is known.
+    """
+    vocab_size, isolated = contract.vocab_size, data.isolates
+    precision = torch.bfloat16 if config.engine.precision == "bf16" else student.dtype
+    # Documents are told apart by what goes into the layers, compiled or not.
+    with engine.inference(), uncompiled():
+        rows = sample_rows(vocab_size).to(engine.device)
+        split, whole = engine("logits", rows=rows), engine("whole", rows=rows)
+        check_head(split, whole, name="student", precision=precision)
+        if isolated:
+            check_isolation(
+                lambda rows: engine("logits", rows=rows),
+                name="student",
+                vocab_size=vocab_size,
+                precision=precision,
+                device=engine.device,
+                setting="student.attention",
+            )
+    if isinstance(teacher, LiveTeacher):
+        teacher.self_test(vocab_size, isolated=isolated)
 
 
 class _FlopMeter:

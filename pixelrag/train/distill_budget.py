@@ -90,15 +90,18 @@ def budget_of(config: DistillConfig, vocab_size: int) -> Budget:
     precision = config.teacher.precision
     if precision == "auto":
         precision = config.engine.precision
-    loss = None
+    loss, tokens = None, config.batch.per_device_batch_size * config.packing.length
     if config.loss.implementation == "fused":
-        chunk = 2048 if config.loss.chunk_size == "auto" else config.loss.chunk_size
-        # Logits of both models in fp32, their gradient as the products take it, and the head's.
-        loss = chunk * vocab_size * (10 if bf16 else 8)
+        chunk = min(2048 if config.loss.chunk_size == "auto" else config.loss.chunk_size, tokens)
+        # Logits of both models (a cache has none), their gradient as the products take it where
+        # that is not their dtype, and the head's gradient.
+        size = 2 if bf16 and config.loss.precision == "fast" else 4
+        loss = chunk * vocab_size * size * (1 if config.teacher.source == "cache" else 2)
+        if bf16 and size == 4:
+            loss += 2 * chunk * vocab_size
         head = student.base_model.get_output_embeddings()
         if any(p.requires_grad for p in head.parameters()) and not config.lora.enabled:
             loss += 4 * student.vocab_rows * student.hidden_size
-    tokens = config.batch.per_device_batch_size * config.packing.length
     return Budget(
         student=_described(config.student.name_or_path, student),
         teacher=None if teacher is None else _described(config.teacher.name_or_path, teacher),

@@ -30,6 +30,12 @@ class DistillData:
     train: PackPlan
     held_out: PackPlan | None
 
+    @property
+    def isolates(self) -> bool:
+        """Whether samples that share a row must not see each other, in training or evaluation."""
+        plans = [plan.settings for plan in (self.train, self.held_out) if plan is not None]
+        return any(plan.packed and plan.attention == "isolated" for plan in plans)
+
 
 def open_data(
     config: DistillConfig,

@@ -110,10 +110,11 @@ def open_teacher(
     with together():
         if teacher.source == "remote":
             remote = RemoteTeacher(teacher.path, world.device)
-            if config.packing.attention == "isolated" and not remote.greeting.isolated:
+            if data.isolates and not remote.greeting.isolated:
                 raise ProvenanceError(
                     f"the teacher at {teacher.path} was started for concatenated rows and has not "
-                    "been tried with isolated ones; start it with packing.attention isolated"
+                    "been tried with isolated ones, which training or evaluation needs; start it "
+                    "with packing.attention isolated"
                 )
             return remote
         check_cache(config, contract, data)

@@ -51,7 +51,9 @@ def build_server(config: DistillConfig, world: World, address: str, codec: str) 
     tokenizer = load_tokenizer(source, trust_remote_code=config.student.trust_remote_code)
     contract = agree_on_models(config, tokenizer)
     teacher = load_teacher(config.teacher, world, precision=config.engine.precision)
-    isolated = config.packing.attention == "isolated"
+    # What is held out is seen sample by sample, however the run sees its training rows.
+    held_out = bool(config.data.eval or config.data.eval_samples)
+    isolated = config.packing.attention == "isolated" or held_out
     teacher.self_test(contract.vocab_size, isolated=isolated)
     greeting = Greeting(
         teacher=config.teacher.name_or_path,

@@ -123,11 +123,11 @@ class PairDataset:
             report = _check(lines, fingerprint, progress, workers)
         elif report.fingerprint != fingerprint:
             raise DataError(
-                f"{', '.join(_names(paths))}: not the data that was checked (got fingerprint "
+                f"{', '.join(names_of(paths))}: not the data that was checked (got fingerprint "
                 f"{fingerprint[:12]}, expected {report.fingerprint[:12]}); every process must see "
                 "the same files, and they may not change during the run"
             )
-        _refuse_or_skip(report, bad_rows)
+        refuse_or_skip(report, bad_rows)
         bad = {(fault.file, fault.line) for fault in report.bad}
         self.report = report
         self.rows: list[PairRow] = [
@@ -222,7 +222,7 @@ def _read(
     Documents that several rows name are one object, and negatives beyond the cap are dropped.
     Faults of whole files raise, all at once.
     """
-    names = _names(paths)
+    names = names_of(paths)
     faults = [f"{name} is named twice" for name in sorted({n for n in names if names.count(n) > 1})]
     if not names:
         faults.append("no file is named; name at least one JSONL file")
@@ -273,7 +273,8 @@ def _check(
     return DataReport(len(lines), len(documents), bad, fingerprint)
 
 
-def _refuse_or_skip(report: DataReport, bad_rows: str) -> None:
+def refuse_or_skip(report: DataReport, bad_rows: str) -> None:
+    """Raise DataError on bad rows, or say in the log how many are left out."""
     if not report.bad:
         return
     num_bad = report.num_bad_rows
@@ -288,7 +289,8 @@ def _refuse_or_skip(report: DataReport, bad_rows: str) -> None:
     logger.warning("Skipping bad rows: %s\n`pixelrag validate` lists all of them.", summary)
 
 
-def _names(paths: StrPath | Sequence[StrPath]) -> list[str]:
+def names_of(paths: StrPath | Sequence[StrPath]) -> list[str]:
+    """One path or several, as texts."""
     if isinstance(paths, str | os.PathLike):
         paths = [paths]
     return [os.fspath(path) for path in paths]

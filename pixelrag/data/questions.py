@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Literal
 
 from pixelrag.data.lines import BadRow, StrPath, file_labels, parsed_lines
-from pixelrag.data.pairs import DataReport, _names, _refuse_or_skip
+from pixelrag.data.pairs import DataReport, names_of, refuse_or_skip
 from pixelrag.data.passages import PassageStore
-from pixelrag.data.schema import RowError, _kind, _text
+from pixelrag.data.schema import RowError, kind_of, usable_text
 from pixelrag.errors import ConfigError, DataError
 
 
@@ -69,7 +69,7 @@ class QuestionDataset:
     ) -> None:
         if bad_rows not in ("error", "skip"):
             raise ConfigError(f"data.bad_rows: got {bad_rows!r}, expected 'error' or 'skip'")
-        names = _names(paths)
+        names = names_of(paths)
         if not names or len(set(names)) < len(names):
             raise DataError(f"Questions: got the files {names}; name at least one, and each once")
         self.rows: list[Question] = []
@@ -97,7 +97,7 @@ class QuestionDataset:
             digest.update(b"\x00")  # so that a line moved from one file to the next is noticed
         known = {identity for question in self.rows for identity in question.passage_ids}
         self.report = DataReport(num_rows, len(known), bad, digest.hexdigest())
-        _refuse_or_skip(self.report, bad_rows)
+        refuse_or_skip(self.report, bad_rows)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -123,9 +123,9 @@ def parse_question(obj: object, file: Path, line: int, *, label: str | None = No
     """
     where = f"{file}:{line}"
     if not isinstance(obj, dict):
-        raise RowError(where, [f"a row is a JSON object, got {_kind(obj)}"])
+        raise RowError(where, [f"a row is a JSON object, got {kind_of(obj)}"])
     reasons: list[str] = []
-    text = _text(obj.get("question"), "question", reasons)
+    text = usable_text(obj.get("question"), "question", reasons)
     given = [key for key in ("answers", "answer") if obj.get(key) is not None]
     answers: list[str] = []
     if len(given) != 1:
@@ -149,10 +149,10 @@ def parse_question(obj: object, file: Path, line: int, *, label: str | None = No
 def _strings(value: object, name: str, reasons: list[str]) -> list[str]:
     """The distinct strings of a list, in its order."""
     if not isinstance(value, list):
-        reasons.append(f"{name} is a list of strings, got {_kind(value)}")
+        reasons.append(f"{name} is a list of strings, got {kind_of(value)}")
         return []
     names = [name if name == "answer" else f"{name}[{i}]" for i in range(len(value))]
-    found = [_text(item, place, reasons) for item, place in zip(value, names, strict=True)]
+    found = [usable_text(item, place, reasons) for item, place in zip(value, names, strict=True)]
     return list(dict.fromkeys(item for item in found if item is not None))
 
 

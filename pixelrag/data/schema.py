@@ -139,9 +139,9 @@ def parse_row(obj: object, file: Path, line: int, *, label: str | None = None) -
     """
     where = f"{file}:{line}"
     if not isinstance(obj, dict):
-        raise RowError(where, [f"a row is a JSON object, got {_kind(obj)}"])
+        raise RowError(where, [f"a row is a JSON object, got {kind_of(obj)}"])
     reasons: list[str] = []
-    query = _text(obj.get("query"), "query", reasons)
+    query = usable_text(obj.get("query"), "query", reasons)
     passage, chunk_path = obj.get("passage"), obj.get("chunk_path")
     positive: Document | None = None
     if passage is not None and chunk_path is not None:
@@ -177,12 +177,12 @@ def parse_corpus_entry(obj: object, file: Path, line: int) -> tuple[str, Documen
     """
     where = f"{file}:{line}"
     if not isinstance(obj, dict):
-        raise RowError(where, [f"an entry is a JSON object, got {_kind(obj)}"])
+        raise RowError(where, [f"an entry is a JSON object, got {kind_of(obj)}"])
     reasons: list[str] = []
     identity = obj.get("id")
     if isinstance(identity, int) and not isinstance(identity, bool):
         identity = str(identity)
-    identity = _text(identity, "id", reasons)
+    identity = usable_text(identity, "id", reasons)
     named = [name for name in ("text", "chunk_path") if obj.get(name) is not None]
     document: Document | None = None
     if len(named) == 1:
@@ -196,7 +196,7 @@ def parse_corpus_entry(obj: object, file: Path, line: int) -> tuple[str, Documen
 
 
 def _document(value: object, name: str, file: Path, reasons: list[str]) -> Document | None:
-    text = _text(value, name, reasons)
+    text = usable_text(value, name, reasons)
     if text is None:
         return None
     if name.startswith(("chunk_path", "neg_chunk_paths")):
@@ -208,18 +208,18 @@ def _negatives(value: object, name: str, file: Path, reasons: list[str]) -> list
     if value is None:
         return []
     if not isinstance(value, list):
-        reasons.append(f"{name} is a list of strings, got {_kind(value)}")
+        reasons.append(f"{name} is a list of strings, got {kind_of(value)}")
         return []
     found = [_document(item, f"{name}[{i}]", file, reasons) for i, item in enumerate(value)]
     return [document for document in found if document is not None]
 
 
-def _text(value: object, name: str, reasons: list[str]) -> str | None:
+def usable_text(value: object, name: str, reasons: list[str]) -> str | None:
     """The value when it is a usable string, else None and one more reason."""
     if value is None:
         reasons.append(f"{name} is missing")
     elif not isinstance(value, str):
-        reasons.append(f"{name} is a string, got {_kind(value)}")
+        reasons.append(f"{name} is a string, got {kind_of(value)}")
     elif not value.strip():
         reasons.append(f"{name} is empty")
     elif bad := _UNUSABLE.search(value):
@@ -230,7 +230,7 @@ def _text(value: object, name: str, reasons: list[str]) -> str | None:
     return None
 
 
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
     """A JSON value's kind and its beginning, for messages."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
     kind = "null" if value is None else names.get(type(value), "a number")

@@ -23,10 +23,10 @@ import numpy as np
 from pixelrag.data.lines import line_places, parsed_lines
 from pixelrag.data.schema import (
     RowError,
-    _kind,
-    _text,
     decode_line,
+    kind_of,
     parse_corpus_entry,
+    usable_text,
 )
 from pixelrag.data.text_sources import TextSource, parse_source
 from pixelrag.errors import DataError
@@ -254,9 +254,9 @@ def parse_passage(obj: object, file: Path, line: int) -> Passage:
         reasons, images = list(error.reasons), error.images
     title = obj.get("title") if isinstance(obj, Mapping) else None
     if title is not None and not isinstance(title, str):
-        reasons.append(f"title is a string, got {_kind(title)}")
+        reasons.append(f"title is a string, got {kind_of(title)}")
     elif title and title.strip():
-        _text(title, "title", reasons)
+        usable_text(title, "title", reasons)
     if reasons or identity is None or document is None:
         images = [document.image] if document and document.image else images
         raise RowError(f"{file}:{line}", reasons, images)

@@ -12,6 +12,7 @@ from pixelrag.config.yaml_file import read_yaml
 JOBS = {
     "contrastive": "pixelrag.config.contrastive:ContrastiveConfig",
     "distill": "pixelrag.config.distill:DistillConfig",
+    "rag": "pixelrag.config.rag:RagConfig",
 }
 
 

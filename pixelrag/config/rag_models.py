@@ -16,6 +16,11 @@ class EncoderConfig(ModelConfig):
     """Unit vectors; null = what the folder says, else raw ones for DPR and unit ones elsewhere."""
 
 
+class DocumentEncoderConfig(EncoderConfig):
+    name_or_path: str | None = Field(None, min_length=1)
+    """As for the question encoder; null = that one reads passages too, with its own options."""
+
+
 class GeneratorConfig(Section):
     name_or_path: str = Field(min_length=1)
     """Folder, GGUF file, Hugging Face name, or package:NAME/FOLDER of an installed package."""
@@ -47,5 +52,5 @@ class GeneratorConfig(Section):
             return None
         missing = [name for name in ("{question}", "{passage}") if value.count(name) != 1]
         if missing:
-            raise PydanticCustomError("template", f"a text with {' and '.join(missing)} once")
+            raise PydanticCustomError("paths", f"a text with {' and '.join(missing)} once")
         return value

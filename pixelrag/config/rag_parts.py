@@ -94,14 +94,16 @@ def refresh_conflicts(refresh: RefreshConfig, prefix: str = "refresh") -> Iterat
     if refresh.every_steps is None:
         for name in ("trigger", "deterministic_lag", "max_staleness"):
             value = getattr(refresh, name)
-            if name in refresh.model_fields_set and value not in (None, "steps"):
+            if value not in (None, "steps"):
                 yield Conflict(
                     (f"{prefix}.{name}", f"{prefix}.every_steps"),
                     got=f"{prefix}.{name} {value} without {prefix}.every_steps",
                     remedy=f"say how often: --{prefix}.every_steps 100; or leave {name} out",
                 )
         return
-    if "drift_threshold" in refresh.model_fields_set and refresh.trigger != "drift":
+    # Not whether it was given: a run's own config.yaml gives everything.
+    default = RefreshConfig.model_fields["drift_threshold"].default
+    if refresh.drift_threshold != default and refresh.trigger != "drift":
         yield Conflict(
             (f"{prefix}.drift_threshold", f"{prefix}.trigger"),
             got=f"{prefix}.drift_threshold with {prefix}.trigger steps",

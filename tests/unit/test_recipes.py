@@ -6,7 +6,7 @@ import pytest
 
 from pixelrag.config.base import dump, load
 from pixelrag.config.contrastive import ContrastiveConfig
-from pixelrag.config.distill import DistillConfig
+from pixelrag.config.jobs import config_class, job_of
 from pixelrag.config.yaml_file import read_yaml
 
 ROOT = Path(__file__).parents[2]
@@ -23,9 +23,8 @@ def test_there_are_some():
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_is_a_whole_configuration(path: Path):
     given = read_yaml(path).values
-    config, _ = load(
-        DistillConfig if "student" in given else ContrastiveConfig, ["--config", str(path)]
-    )
+    flags = ["--config", str(path)]
+    config, _ = load(config_class(job_of(flags)), flags)
     # What a recipe sets is what the job gets: nothing is shadowed or lost on the way.
     for name, values in given.items():
         got = getattr(config, name)
@@ -35,7 +34,8 @@ def test_a_recipe_is_a_whole_configuration(path: Path):
         if not isinstance(values, dict):
             assert got == values
     assert config.output_dir.startswith("runs/")
-    models = [getattr(config, n) for n in ("model", "student", "teacher") if hasattr(config, n)]
+    names = ("model", "student", "teacher", "question_encoder", "document_encoder", "generator")
+    models = [getattr(config, name) for name in names if hasattr(config, name)]
     assert models
     assert not any(model.trust_remote_code for model in models)
 

@@ -164,7 +164,7 @@ class Loop:
         raise told_by_main(
             NonFiniteError(
                 f"step {step + 1}: the {what}; all ranks stop here, no checkpoint is written and "
-                f"checkpoint-{self._saved_step} is the last. Rows whose embeddings are not finite: "
+                f"checkpoint-{self._saved_step} is the last. Rows that it comes from: "
                 f"{named}. Rows of the step: {batch}. Look at those rows, lower "
                 "optim.learning_rate, or use engine.precision fp32"
             )

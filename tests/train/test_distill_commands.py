@@ -1,6 +1,7 @@
 """The commands around distillation, reached as users reach them; `eval.on_start` of both jobs."""
 
 import json
+import re
 import shutil
 import signal
 import tempfile
@@ -106,6 +107,18 @@ def test_an_evaluation_on_start_is_written_and_never_the_best(live, base, shelf,
         nursery.run(command(tmp_path, more, job)).check()
         steps = [r["step"] for r in lines_of(tmp_path / job) if "eval/loss" in r]
         assert steps == [0, 1, 2, 3]
+
+
+def test_a_loss_that_is_not_finite_names_the_rows_of_its_micro_batch(live, tmp_path):
+    steps = {"learning_rate": 1e38, "scheduler": "constant", "warmup_ratio": 0.0, "max_steps": 9}
+    config = merged(live[1], {"optim": steps, "eval": {"on_start": False, "every_steps": None}})
+    config = merged(config, {"output_dir": str(tmp_path / "run"), "checkpoint": {"every_steps": 1}})
+    ended = nursery.run(command(tmp_path, config, "distill"))
+    assert ended.codes == [7]
+    assert "the loss is nan; all ranks stop here" in ended.text
+    named = ended.text.partition("Rows that it comes from: rank 0: ")[2].partition(". Rows of")[0]
+    assert re.fullmatch(r"chats\.jsonl:\d+(, chats\.jsonl:\d+)*", named), ended.text
+    assert not any("nan" in line.lower() for line in (tmp_path / "run" / "metrics.jsonl").open())
 
 
 def test_cached_states_teach_as_the_teacher_does(live, tmp_path):

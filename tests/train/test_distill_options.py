@@ -2,17 +2,24 @@
 
 import itertools
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from pixelrag.config.distill import DistillConfig
 from pixelrag.data.packed_batch import PackedCollator
 from pixelrag.data.text_data import load_texts
 from pixelrag.distributed.env import process_group
-from pixelrag.models.causal_load import load_tokenizer, student_source
+from pixelrag.models import causal_load
+from pixelrag.models import distill as model_distill
+from pixelrag.models.causal_load import load_tokenizer, student_source, teacher_source
+from pixelrag.models.distill import Supervision
+from pixelrag.models.isolation import sample_rows
 from pixelrag.train import distill
 from pixelrag.train.distill_data import DistillData, plan_rows, reading_options, text_encoder
+from pixelrag.train.distill_models import agree_on_models, open_teacher
 from tests.train.material import merged, write_jsonl
 
 
@@ -185,3 +192,101 @@ def test_options_of_a_run_reach_what_they_are_of(lesson, tmp_path, monkeypatch):
     assert not (run / "checkpoint-1" / "optimizer.safetensors").exists()
     assert (run / "checkpoint-1" / "model.safetensors").exists()
     assert not (run / "best").exists()
+
+
+@pytest.mark.parametrize("trusted", ["student", "teacher", None])
+def test_code_of_a_model_runs_only_where_that_model_is_trusted(lesson, monkeypatch, trusted):
+    asked = set()
+    for name in ("AutoConfig", "AutoTokenizer"):
+        real = getattr(causal_load, name)
+
+        class Asked(real):
+            @classmethod
+            def from_pretrained(cls, location, *arguments, **options):
+                asked.add(
+                    (Path(location).name, cls.__mro__[1].__name__, options["trust_remote_code"])
+                )
+                return cls.__mro__[1].from_pretrained(location, *arguments, **options)
+
+        monkeypatch.setattr(causal_load, name, Asked)
+    config = DistillConfig(
+        **merged(lesson, {trusted: {"trust_remote_code": True}} if trusted else {})
+    )
+    source = student_source(config.student)
+    trust = config.student.trust_remote_code
+    agree_on_models(config, load_tokenizer(source, trust_remote_code=trust))
+    assert asked == {
+        (folder, kind, name == trusted)
+        for folder, name in (("tied", "student"), ("teacher", "teacher"))
+        for kind in ("AutoConfig", "AutoTokenizer")
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "student", "teacher"),
+    [
+        ({}, ("pixelrag_varlen", torch.float32), ("pixelrag_varlen", torch.float32)),
+        (
+            {"student": {"attention": "sdpa"}, "teacher": {"attention": "eager"}},
+            ("sdpa", torch.float32),
+            ("eager", torch.float32),
+        ),
+        (
+            {"teacher": {"precision": "bf16", "device": "cpu"}},
+            ("pixelrag_varlen", torch.float32),
+            ("pixelrag_varlen", torch.bfloat16),
+        ),
+        (
+            {"engine": {"precision": "bf16"}, "lora": {"enabled": True, "r": 3, "alpha": 6.0}},
+            ("pixelrag_varlen", torch.bfloat16),
+            ("pixelrag_varlen", torch.bfloat16),
+        ),
+        (
+            {"engine": {"precision": "bf16"}, "teacher": {"precision": "fp32"}},
+            ("pixelrag_varlen", torch.float32),
+            ("pixelrag_varlen", torch.float32),
+        ),
+    ],
+    ids=["defaults", "attention", "bf16_teacher", "bf16_lora", "fp32_teacher"],
+)
+def test_how_each_model_computes(lesson, options, student, teacher):
+    config = DistillConfig(**merged(lesson, options))
+    contract = agree_on_models(config, load_tokenizer(student_source(config.student)))
+    with process_group("cpu", 60) as world:
+        container = distill.build_container(config, world, contract)
+        live = open_teacher(config, world, contract, DistillData(None, None))
+    found = container.student
+    assert (found.attention, found.dtype) == student
+    assert (live.model.attention, live.model.dtype) == teacher
+    adapters = {n: p for n, p in container.named_parameters() if "lora_A" in n}
+    assert {len(p) for p in adapters.values()} == ({3} if config.lora.enabled else set())
+
+
+def test_a_gguf_file_is_named_within_its_folder(lesson, tmp_path):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "q.gguf").write_bytes(b"GGUF")
+    named = {"name_or_path": str(tmp_path / "m"), "gguf_file": "q.gguf"}
+    config = DistillConfig(**merged(lesson, {"student": named, "teacher": named}))
+    for source in (student_source(config.student), teacher_source(config.teacher)):
+        assert (source.location, source.gguf_file) == (str(tmp_path / "m"), "q.gguf")
+
+
+def test_settings_of_the_loss_that_change_no_result_reach_it(lesson, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        model_distill, "distill_loss", lambda *_, **options: seen.append(options) or 1 / 0
+    )
+    loss = {"chunk_size": 5, "precision": "fast", "compile": True, "vocab_size": 300}
+    config = DistillConfig(**merged(lesson, {"loss": loss}))
+    container = model_distill.DistillModel(
+        causal_load.load_student(config.student), config.loss, vocab_size=300, half_precision=False
+    )
+    rows = sample_rows(300)
+    one = torch.tensor([1])
+    with pytest.raises(ZeroDivisionError):
+        container("student", rows=rows, supervision=Supervision(one, one, None, 9))
+    (options,) = seen
+    assert options == {
+        "num_tokens": 9, "chunk_size": 5, "precision": "fast", "vocab_size": 300,
+        "compile_kernel": True, "count_top1": False,
+    }  # fmt: skip

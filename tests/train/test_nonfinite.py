@@ -59,7 +59,7 @@ def test_a_row_whose_embedding_is_nan(faulty, engine):
     folder, ended = faulty("poisoned_row", payload, {"engine": {"name": engine}})
     message = _assert_stopped(folder, ended)
     assert "loss is nan" in message
-    assert f"Rows whose embeddings are not finite: rank 1: {row}." in message
+    assert f"Rows that it comes from: rank 1: {row}." in message
     rows = GlobalBatchSampler(26, 8).global_batch(STEP - 1)
     for index in rows:
         assert f"train.jsonl:{index + 1}" in message

@@ -175,8 +175,13 @@ class Generations:
     def empty_trash(self) -> None:
         """Delete what a dead process had begun to delete."""
         for entry in self._entries():
-            if _TRASH.fullmatch(entry.name):
+            if not _TRASH.fullmatch(entry.name):
+                continue
+            if entry.is_dir(follow_symlinks=False):
                 shutil.rmtree(entry.path, ignore_errors=True)
+            else:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(entry.path)
 
     @contextlib.contextmanager
     def owned(self) -> Iterator[None]:

@@ -99,6 +99,7 @@ class Switch:
         self._ready: Generation | None = None
         self._published = 0  # newest that rank 0 knows of
         self._unusable = 0  # newest that some rank could not open
+        self._lost = 0  # the same, as of the last agreement
         self._in_flight: int | None = None  # step of its snapshot
         self._warned = 0
         self._pinned: tuple[int, ...] = ()
@@ -241,7 +242,8 @@ class Switch:
         if target > own and self._loader is None:
             self._loader = _Loader(target, lambda: self._open(target))
             self._loader.start()
-        lost = unusable if published == unusable > self.number else failed
+        lost = unusable if unusable > self._lost else failed
+        self._lost = unusable
         if lost and self._in_flight is not None:
             self.history.append(Event(self._in_flight, "failed", lost))
             self._in_flight = None

@@ -21,6 +21,7 @@ def spoken(capsys) -> str:
 @pytest.mark.parametrize("error", [None, ValueError])
 def test_bars_and_reports_are_silent_within_and_only_there(capsys, error):
     transformers_logging.enable_progress_bar()
+    own_bar = modeling_gguf_pytorch_utils.tqdm
     assert spoken(capsys).count("GGUF tensors...: 100%") == 2
     with contextlib.suppress(ValueError), quiet():
         with quiet():
@@ -30,6 +31,7 @@ def test_bars_and_reports_are_silent_within_and_only_there(capsys, error):
             raise error
     assert spoken(capsys).count("GGUF tensors...: 100%") == 2
     assert transformers_logging.is_progress_bar_enabled()
+    assert modeling_gguf_pytorch_utils.tqdm is own_bar
 
 
 def test_bars_that_were_off_stay_off(capsys):

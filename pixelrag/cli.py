@@ -42,6 +42,11 @@ COMMANDS = {
         "pixelrag.train.distill",
         "distill",
     ),
+    "rag": Command(
+        "train encoders and generator together on a knowledge base that renews itself",
+        "pixelrag.train.rag",
+        "rag",
+    ),
     "validate": Command(
         "check a configuration and every row of its data", "pixelrag.validate.command", "any"
     ),

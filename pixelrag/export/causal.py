@@ -21,6 +21,7 @@ import pixelrag
 from pixelrag.errors import CheckpointError
 from pixelrag.export.folder import plain_name, replacing
 from pixelrag.models.causal import CausalLM
+from pixelrag.models.generator import Generator
 from pixelrag.models.load import quiet
 from pixelrag.models.source import SETTINGS_FILE, SETTINGS_FORMAT
 
@@ -28,12 +29,13 @@ _PEFT = "base_model.model."
 
 
 def export_causal(
-    student: CausalLM,
+    student: CausalLM | Generator,
     tokenizer: Any,
     state_dict: Mapping[str, torch.Tensor],
     folder: str | Path,
     *,
     dtype: torch.dtype = torch.float32,
+    kind: str = "causal",
 ) -> Path:
     """Write the folder; call it on one rank.
 
@@ -41,11 +43,12 @@ def export_causal(
 
     Args:
         student: the model whose architecture and adapters apply.
-        tokenizer: is saved beside it.
+        tokenizer: is saved beside it; a generator's whole preprocessor likewise.
         state_dict: full CPU tensors under the keys of `student.state_dict()`, adapters and frozen
             weights included.
         folder: where to; a folder that an earlier export wrote is replaced.
         dtype: of the written weights.
+        kind: of model, for `pixelrag.json`.
 
     Returns:
         The folder.
@@ -60,7 +63,7 @@ def export_causal(
         named = _merged(named, student.lm)
     twin = _twin(student, untied=_adapted_head_alone(student))
     weights = _checked(named, twin, dtype)
-    settings = {"format": SETTINGS_FORMAT, "pixelrag": pixelrag.__version__, "kind": "causal"}
+    settings = {"format": SETTINGS_FORMAT, "pixelrag": pixelrag.__version__, "kind": kind}
     with replacing(folder) as part:
         with quiet():
             twin.save_pretrained(part, state_dict=weights)
@@ -69,7 +72,7 @@ def export_causal(
     return folder
 
 
-def _twin(student: CausalLM, *, untied: bool) -> PreTrainedModel:
+def _twin(student: CausalLM | Generator, *, untied: bool) -> PreTrainedModel:
     """A model of the same form without storage: it knows names, shapes and ties."""
     model = student.base_model
     # The engine may have turned the class into a sharded one; the saved name is the original's.
@@ -105,7 +108,7 @@ def _merged(named: Mapping[str, torch.Tensor], lm: PeftModel) -> dict[str, torch
     return merged
 
 
-def _adapted_head_alone(student: CausalLM) -> bool:
+def _adapted_head_alone(student: CausalLM | Generator) -> bool:
     model = student.base_model
     embedding = model.get_input_embeddings()
     return isinstance(model.get_output_embeddings(), LoraLayer) and not isinstance(

@@ -197,6 +197,7 @@ class Generator(nn.Module):
             max_new_tokens=max_new_tokens,
             do_sample=False,
             num_beams=1,
+            use_cache=True,
             eos_token_id=sorted(ends),
             pad_token_id=pad_token_id,
             bos_token_id=given.bos_token_id,
@@ -211,9 +212,7 @@ class Generator(nn.Module):
                 "attention_mask": mask,
             }
         several = dist.is_initialized() and dist.get_world_size() > 1
-        tokens = self.base_model.generate(
-            **inputs, generation_config=config, use_cache=True, synced_gpus=several
-        )
+        tokens = self.base_model.generate(**inputs, generation_config=config, synced_gpus=several)
         return tokens[:, prompt:]
 
     @contextlib.contextmanager

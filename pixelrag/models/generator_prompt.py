@@ -8,6 +8,7 @@ where it has one; their prompts are padded on the left.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -45,6 +46,12 @@ class GeneratorPreprocessor:
     def has_vision(self) -> bool:
         """Whether passages may be images."""
         return self.image_processor is not None
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write tokenizer and image processor into an existing folder."""
+        self.tokenizer.save_pretrained(folder)
+        if self.image_processor is not None:
+            self.image_processor.save_pretrained(folder)
 
     def pairs(
         self,

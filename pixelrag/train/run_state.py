@@ -36,7 +36,11 @@ from pixelrag.train.state import load_tensors, save_tensors
 logger = logging.getLogger("pixelrag")
 
 # A run that differs in these is another experiment; the rest may change between two parts of one.
-_IDENTITY = ("seed", "model", "student", "teacher", "lora", "data", "packing", "loss", "batch")
+_IDENTITY = (
+    *("seed", "model", "student", "teacher", "lora", "data", "packing", "loss", "batch"),
+    *("train", "question_encoder", "document_encoder", "generator", "encoder_lora"),
+    *("generator_lora", "knowledge_base", "retrieval"),
+)
 # These belong to the machine: they change rounding, or the draws of dropout, and no more; a job's
 # configuration names its own beside them.
 _ADAPTABLE = (

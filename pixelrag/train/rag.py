@@ -1,0 +1,322 @@
+"""`pixelrag rag`: trains encoders and generator together; the knowledge base renews itself."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pixelrag.config.rag import RagConfig
+from pixelrag.data.questions import Question
+from pixelrag.data.sampler import GlobalBatchSampler
+from pixelrag.distributed.collectives import from_main
+from pixelrag.distributed.env import World, process_group, read_ranks
+from pixelrag.distributed.together import together
+from pixelrag.errors import CheckpointError
+from pixelrag.export.rag import export_rag
+from pixelrag.gradcache.rag import rag_step
+from pixelrag.losses.rag_objective import RagObjective
+from pixelrag.losses.temperature import scale_from_log
+from pixelrag.train.job import (
+    checkpoint_of,
+    engine_for,
+    num_steps,
+    show_log,
+    worded_disk_errors,
+)
+from pixelrag.train.loop import Loop, is_finished
+from pixelrag.train.rag_data import RagData, build_parts, check_rows, open_data
+from pixelrag.train.rag_eval import RagEvaluation, RagEvaluator
+from pixelrag.train.rag_index import KnowledgeBase
+from pixelrag.train.rag_retrieve import RagCollator, Retriever
+from pixelrag.train.run_state import RunState, load_optimizer, load_parameters, read_state
+from pixelrag.train.sinks import check_sinks
+from pixelrag.train.task import StepReport
+from pixelrag.train.text_file import require_writable
+
+logger = logging.getLogger("pixelrag")
+
+
+def main(config: RagConfig) -> int:
+    """Train what ``config`` says; returns the exit code.
+
+    Raises:
+        PixelragError: see the message; raised before weights are loaded where possible.
+    """
+    check_sinks([n for n in ("tensorboard", "wandb", "trackio") if getattr(config.logging, n)])
+    show_log(read_ranks()[0])
+    with process_group(config.engine.device, config.engine.timeout_seconds) as world:
+        train(config, world)
+    return 0
+
+
+def train(config: RagConfig, world: World) -> dict[str, Any]:
+    """Run the job inside an existing process group; a collective. Returns the run's summary."""
+    output = Path(config.output_dir)
+    checkpoint = from_main(lambda: checkpoint_of(config))
+    with together():
+        require_writable(output)
+    data = open_data(config)
+    with together():
+        sampler = GlobalBatchSampler(
+            len(data.questions),
+            config.batch.per_device_batch_size * world.world_size,
+            world.rank,
+            world.world_size,
+            config.seed,
+            config.data.drop_last,
+        )
+        total_steps = num_steps(
+            config, sampler.batches_per_epoch / config.batch.gradient_accumulation_steps
+        )
+    state = None
+    if checkpoint is not None:
+        state = from_main(lambda: read_state(checkpoint, config))
+        with together():
+            _go_on_at(state.position, sampler, data, checkpoint)
+        if state.step >= total_steps and from_main(lambda: is_finished(output, state.step)):
+            logger.info("%s has all %d steps; nothing to do", checkpoint, total_steps)
+            return {"step": state.step}
+        logger.info("resuming from %s, step %d of %d", checkpoint, state.step, total_steps)
+    task = RagTask(config, world, data, sampler, checkpoint, state)
+    _say_arithmetic(config, world, data, total_steps)
+    try:
+        summary = Loop(task, config, world, total_steps, state).run()
+        if "preempted" not in summary:
+            task.finish()
+        return summary
+    finally:
+        task.close()
+
+
+def evaluate(config: RagConfig, world: World) -> RagEvaluation:
+    """Measure the models that ``config`` names on the held-out questions; a collective.
+
+    Passages are encoded and indexed anew, below ``output_dir``.
+    """
+    data = open_data(config)
+    with together():
+        sampler = GlobalBatchSampler(
+            len(data.questions), world.world_size, world.rank, world.world_size, config.seed
+        )
+    task = RagTask(config, world, data, sampler, None, None)
+    try:
+        return task.evaluation()
+    finally:
+        task.close()
+
+
+def _go_on_at(
+    position: dict[str, Any], sampler: GlobalBatchSampler, data: RagData, checkpoint: Path
+) -> None:
+    for name, what, now in (
+        ("data", "the content of data.train", data.questions.report.fingerprint),
+        ("passages", "the knowledge base", data.passages.fingerprint),
+    ):
+        if position[name] != now:
+            raise CheckpointError(
+                f"{checkpoint} was written under other data: {what} has changed (fingerprint was "
+                f"{position[name][:12]}, is {now[:12]}). Restore the files, or choose another "
+                "output_dir for a new run"
+            )
+    sampler.load_state_dict(position["sampler"])
+
+
+@dataclass(slots=True)
+class QuestionBatch:
+    """The questions of a global batch, the same on all ranks, and which of them are this rank's."""
+
+    questions: list[Question]
+    own: slice
+
+
+class RagTask:
+    """The RAG job as the loop sees it.
+
+    Args:
+        config: the job's configuration.
+        world: this process's place.
+        data: passages and questions.
+        sampler: names the questions of each global batch.
+        checkpoint: a folder to take parameters and optimizer state from, or None.
+        state: where that checkpoint left the run.
+    """
+
+    def __init__(
+        self,
+        config: RagConfig,
+        world: World,
+        data: RagData,
+        sampler: GlobalBatchSampler,
+        checkpoint: Path | None,
+        state: RunState | None,
+    ) -> None:
+        self.batches_per_step = config.batch.gradient_accumulation_steps
+        self._config = config
+        self._data = data
+        self._sampler = sampler
+        self._parts = build_parts(config)
+        self._container = self._parts.container
+        loss = config.loss
+        self._objective = RagObjective(
+            answer=loss.answer,
+            retriever=loss.retriever,
+            retriever_weight=loss.retriever_weight,
+            reader_temperature=loss.reader_temperature,
+            exclude_bos=loss.exclude_bos,
+            contrastive_weight=loss.contrastive_weight,
+        )
+        with together():
+            check_rows(config, data, self._parts)
+            if checkpoint is not None:
+                load_parameters(checkpoint, self._container)
+        self.engine = engine_for(config, world, self._container, self._container.blocks())
+        if checkpoint is not None:
+            with together():
+                load_optimizer(checkpoint, self.engine)
+        self._retriever = Retriever(config, data.passages, self._parts)
+        self._collator = RagCollator(config, data.passages, self._parts, self._objective)
+        self._evaluator = None
+        if data.held_out:
+            self._evaluator = RagEvaluator(
+                config, data.passages, self._parts, data.held_out, self._retriever
+            )
+        self._step = 0 if state is None else state.step
+        self._consumed = sampler.position
+        self._scale = 1.0 / loss.temperature
+        self._looked: dict[str, float] = {}
+        self._knowledge = KnowledgeBase(
+            config, world, data.passages, self._parts, self.engine, self._retriever
+        )
+        self._knowledge.open(self._step, None if state is None else state.position["index"])
+
+    def next_batch(self) -> QuestionBatch:
+        rows = self._sampler.global_batch(self._consumed).tolist()
+        share, extra = divmod(len(rows), self.engine.world_size)
+        rank = self.engine.rank
+        start = rank * share + min(rank, extra)
+        self._consumed += 1
+        questions = [self._data.questions[row] for row in rows]
+        return QuestionBatch(questions, slice(start, start + share + (rank < extra)))
+
+    def sample_ids(self, batch: QuestionBatch) -> list[str]:
+        return [question.sample_id for question in batch.questions[batch.own]]
+
+    def accumulate(self, batch: QuestionBatch, *, weight: float, last: bool) -> StepReport:
+        if (self._consumed - 1) % self.batches_per_step == 0:
+            self._looked = self._knowledge.at_step(self._step)
+        found = self._retriever(
+            self.engine,
+            self._knowledge.generation,
+            [question.text for question in batch.questions],
+            batch.own,
+            self._config.retrieval.k,
+        )
+        own = batch.questions[batch.own]
+        with together():
+            # A rank without questions brings one that does not count: forwards are collectives.
+            inputs = self._collator(
+                own or batch.questions[:1], found.rows if own else [[0]], len(own)
+            )
+        sizes = self._config.batch
+        result = rag_step(
+            self.engine,
+            inputs,
+            self._objective,
+            {
+                "query": sizes.question_chunk_size,
+                "document": sizes.document_chunk_size,
+                "generator": sizes.generator_chunk_size,
+            },
+            trained=self._container.trained,
+            weight=weight,
+            last=last,
+        )
+        self._scale = result.scale
+        self._step += last
+        figures = {
+            "train/answer_loss": result.answer_loss,
+            "train/prior_entropy": result.prior_entropy,
+            "train/posterior_entropy": result.posterior_entropy,
+            "index/distinct_share": found.distinct_share,
+        }
+        if self._objective.retriever != "marginal":
+            figures["train/retriever_loss"] = result.retriever_loss
+        if self._objective.contrastive_weight:
+            figures["train/contrastive_loss"] = result.contrastive_loss
+        if found.score_error is not None:
+            figures["index/score_error"] = found.score_error
+        return StepReport(
+            loss=result.loss,
+            rows=result.num_questions,
+            tokens=result.num_tokens,
+            figures=figures,
+            suspects=[q.sample_id for q in own] if self._has_bad_rows(result) else [],
+        )
+
+    def _has_bad_rows(self, result: Any) -> bool:
+        return bool(result.bad_queries or result.bad_documents or result.bad_pairs)
+
+    def step_figures(self) -> dict[str, float]:
+        temperature = {"train/temperature": 1.0 / self._scale}
+        return temperature | self._knowledge.figures(self._step) | self._looked
+
+    def evaluate(self) -> dict[str, float]:
+        return {} if self._evaluator is None else self.evaluation().figures
+
+    def evaluation(self) -> RagEvaluation:
+        """The figures with what is behind them; a collective."""
+        return self._evaluator(self.engine, self._knowledge)
+
+    def position(self) -> dict[str, Any]:
+        return {
+            "sampler": self._sampler.state_dict(self._consumed),
+            "data": self._data.questions.report.fingerprint,
+            "passages": self._data.passages.fingerprint,
+            "index": self._knowledge.state_dict(),
+        }
+
+    def export(self, folder: Path) -> None:
+        full = self.engine.full_parameters()
+
+        def write() -> None:
+            scale = float(scale_from_log(full["logit_scale.log_scale"]))
+            bf16 = self._config.engine.precision == "bf16"
+            with worded_disk_errors(folder):
+                export_rag(
+                    self._container,
+                    self._parts.queries,
+                    self._parts.documents,
+                    self._parts.generator,
+                    full,
+                    folder,
+                    temperature=1.0 / scale,
+                    dtype=torch.bfloat16 if bf16 else torch.float32,
+                )
+
+        from_main(write)
+
+    def finish(self) -> None:
+        """After the last step: the refresh in flight ends, if that is wanted; a collective."""
+        self._knowledge.finish(self._step)
+
+    def close(self) -> None:
+        """End what runs beside the training."""
+        self._knowledge.close()
+
+
+def _say_arithmetic(config: RagConfig, world: World, data: RagData, total_steps: int) -> None:
+    batch, retrieval = config.batch, config.retrieval
+    rows = batch.per_device_batch_size * world.world_size
+    accumulated = batch.gradient_accumulation_steps
+    logger.info(
+        "%d questions, %d passages; a step sees %d questions (%d a rank x %d ranks x %d "
+        "accumulated) with %d passages each, of %d from the index; %d steps, %.2f epochs",
+        *(len(data.questions), len(data.passages), rows * accumulated),
+        *(batch.per_device_batch_size, world.world_size, accumulated, retrieval.k),
+        *(retrieval.over_retrieve or retrieval.k, total_steps),
+        total_steps * accumulated * rows / len(data.questions),
+    )

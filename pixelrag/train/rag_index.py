@@ -1,0 +1,206 @@
+"""The knowledge base of a run: its generations, the one in use, and when it is renewed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pixelrag.config.rag import RagConfig
+from pixelrag.data.passages import PassageStore
+from pixelrag.distributed.collectives import from_main, gather_objects
+from pixelrag.distributed.env import World
+from pixelrag.distributed.together import together
+from pixelrag.engine.base import Engine
+from pixelrag.errors import IndexError_
+from pixelrag.retrieval.document_encoder import fingerprints
+from pixelrag.retrieval.generation import Generation
+from pixelrag.retrieval.generations import Generations
+from pixelrag.retrieval.recipe import refresh_devices, refresh_recipe
+from pixelrag.retrieval.refresh import Refresher
+from pixelrag.retrieval.refresh_spec import Call, RefreshSpec
+from pixelrag.retrieval.sharded import shards_of_rank
+from pixelrag.retrieval.snapshot import hand_over
+from pixelrag.retrieval.staleness import Trigger, drift, probe_rows, top_k_overlap
+from pixelrag.retrieval.switch import Switch
+from pixelrag.train.rag_data import RagParts, document_encoder_config, passage_options
+from pixelrag.train.rag_retrieve import Retriever
+
+
+class KnowledgeBase:
+    """What is searched, step by step; every method but `generation` is a collective.
+
+    Args:
+        config: the job's configuration.
+        world: this process's place.
+        passages: the knowledge base.
+        parts: models and what makes their inputs.
+        engine: holds the document encoder.
+        retriever: encodes probes.
+    """
+
+    def __init__(
+        self,
+        config: RagConfig,
+        world: World,
+        passages: PassageStore,
+        parts: RagParts,
+        engine: Engine,
+        retriever: Retriever,
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._retriever = retriever
+        self._prefix = parts.container.document_prefix
+        self._trains = "document" in config.train
+        refresh = config.refresh
+        bf16 = config.engine.precision == "bf16"
+        encoder = parts.container.part("document")
+        own = fingerprints(
+            encoder, parts.documents, template=config.knowledge_base.template, bf16=bf16
+        )
+        self._generations = Generations(Path(config.output_dir) / "index")
+        self._held = contextlib.ExitStack()
+        self._refresher: Refresher | None = None
+        used = gather_objects(world.device.index)
+
+        def recipe() -> RefreshSpec:
+            gpus = torch.cuda.device_count() if world.device.type == "cuda" else 0
+            lora = config.encoder_lora if self._trains else None
+            arguments: dict[str, Any] = {
+                "model_config": document_encoder_config(config).model_dump(mode="json"),
+                "lora_config": lora.model_dump(mode="json") if lora and lora.enabled else None,
+                "template": config.knowledge_base.template,
+                "bf16": bf16,
+            }
+            return refresh_recipe(
+                config.index,
+                refresh,
+                passages=Call("pixelrag.retrieval.reopen:passages", passage_options(config)),
+                store=passages,
+                encoder=Call("pixelrag.retrieval.document_encoder:embedder", arguments),
+                dim=encoder.embedding_dim,
+                fingerprints=own,
+                devices=refresh_devices(
+                    refresh, used_gpus={i for i in used if i is not None}, num_gpus=gpus
+                ),
+                seed=config.seed,
+            )
+
+        with together():
+            if world.is_main:
+                self._held.enter_context(self._generations.owned())
+                self._refresher = Refresher(
+                    self._generations,
+                    recipe(),
+                    retries=refresh.retries,
+                    retry_seconds=refresh.retry_seconds,
+                )
+        shards = config.index.num_shards
+        self.switch = Switch(
+            self._generations,
+            {"passages": passages.fingerprint, **own},
+            refresher=self._refresher,
+            lag=refresh.deterministic_lag,
+            keep=refresh.keep,
+            max_staleness=refresh.max_staleness,
+            on_stale=refresh.on_stale,
+            shards=None if shards == 1 else shards_of_rank(shards, world.rank, world.world_size),
+            threads=config.index.search_threads,
+        )
+        self._trigger = Trigger(refresh.every_steps, refresh.trigger, refresh.drift_threshold)
+        self._probes = probe_rows(len(passages), refresh.drift_probes, config.seed)
+        # Of the checkpoints that are kept, and the one about to be written.
+        self._pins: deque[int] = deque(maxlen=config.checkpoint.keep_last + 1)
+
+    @property
+    def generation(self) -> Generation:
+        """The one in use.
+
+        Raises:
+            IndexError_: there is none yet.
+        """
+        if self.switch.current is None:
+            raise IndexError_("no generation is in use yet")
+        return self.switch.current
+
+    def open(self, step: int, state: dict[str, Any] | None) -> None:
+        """Build the first generation, or return to that of a checkpoint.
+
+        Args:
+            step: optimizer steps done.
+            state: `state_dict` of the checkpoint; None for a new run.
+
+        Raises:
+            IndexError_: the first generation cannot be made; the log says why.
+            CheckpointError: the checkpoint's is no longer there.
+        """
+        if state is None:
+            self.switch.begin(step)
+            self._hand_over(step)
+            if not self.switch.settle(step):
+                reason = from_main(lambda: self._refresher.status.reason)
+                raise IndexError_(f"the first generation of the index cannot be made: {reason}")
+            return
+        # The snapshot of this very step is taken after its checkpoint: it will be taken anew.
+        from_main(lambda: self._refresher.resume(step - 1))
+        self.switch.load_state_dict(state)
+
+    def at_step(self, step: int) -> dict[str, float]:
+        """Between two steps: switch or start a refresh where that is due; figures of the look."""
+        figures: dict[str, float] = {}
+        start = False
+        if self._trigger.looks(step):
+            moved = None
+            if self._trigger.kind == "drift":
+                figures = self.drift()
+                moved = figures["index/drift"]
+            start = self._trigger.starts(step, moved)
+        decision = self.switch.at_step(step, start=start)
+        if decision.start:
+            self._hand_over(step)
+        return figures
+
+    def drift(self) -> dict[str, float]:
+        """How far the encoder has moved from the generation in use."""
+        stored = np.asarray(self.generation.vectors_ND[self._probes])
+        fresh = self._retriever.vectors(self._engine, self._probes.tolist())
+        return {"index/drift": drift(stored, fresh), "index/overlap": top_k_overlap(stored, fresh)}
+
+    def figures(self, step: int) -> dict[str, float]:
+        """What to log: age, number, whether a refresh is in flight, and the drift."""
+        found = {
+            "index/age_steps": float(self.switch.age(step)),
+            "index/generation": float(self.switch.number),
+            "index/refreshing": float(self.switch.in_flight is not None),
+        }
+        return found | (self.drift() if self._trains else {})
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint; keeps the generation in use on the disk as long as it may be needed."""
+        self._pins.append(self.switch.number)
+        self.switch.pin(tuple(self._pins))
+        return self.switch.state_dict()
+
+    def finish(self, step: int) -> None:
+        """At the end of the run: wait for the refresh in flight where that is wanted."""
+        if self._config.refresh.final_refresh == "wait":
+            self.switch.settle(step)
+
+    def close(self) -> None:
+        """End what is in flight, and let go of the folder."""
+        self.switch.close()
+        if self._refresher is not None:
+            self._refresher.close()
+        self._held.close()
+
+    def _hand_over(self, step: int) -> None:
+        with_adapters = self._trains and self._config.encoder_lora.enabled
+        hand_over(
+            self._engine, self._refresher, self._prefix, step,
+            bf16=self._config.engine.precision == "bf16", trainable_only=with_adapters,
+        )  # fmt: skip

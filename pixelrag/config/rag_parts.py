@@ -23,6 +23,8 @@ class IndexConfig(Section):
     """HNSW: breadth of a search."""
     nprobe: int = Field(16, ge=1)
     """IVF: cells that a search looks into."""
+    refine_factor: int = Field(4, ge=1)
+    """RFlat: so many times the hits are looked at again with exact scores."""
     num_shards: int = Field(1, ge=1)
     """More than 1: so many index files, dealt out to the ranks; 1: every rank maps the whole."""
     search_threads: int = Field(1, ge=1)

@@ -40,6 +40,7 @@ class IndexSettings:
     ef_construction: int = 80
     ef_search: int = 64
     nprobe: int = 16
+    refine_factor: int = 4
 
 
 class Index:
@@ -47,14 +48,19 @@ class Index:
 
     Args:
         index: a faiss index.
-        settings: `ef_search` and `nprobe` act, each where the index knows it.
+        settings: `ef_search`, `nprobe` and `refine_factor` act, each where the index knows it.
         threads: CPU threads of a search.
     """
 
     def __init__(self, index: Any, settings: IndexSettings, *, threads: int = 1) -> None:
         self._index = index
         self._threads = threads
-        _apply(index, efSearch=settings.ef_search, nprobe=settings.nprobe)
+        _apply(
+            index,
+            efSearch=settings.ef_search,
+            nprobe=settings.nprobe,
+            k_factor_rf=settings.refine_factor,
+        )
 
     @property
     def num_rows(self) -> int:

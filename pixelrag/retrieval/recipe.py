@@ -31,6 +31,7 @@ def index_settings(config: IndexConfig) -> IndexSettings:
         ef_construction=config.ef_construction,
         ef_search=config.ef_search,
         nprobe=config.nprobe,
+        refine_factor=config.refine_factor,
     )
 
 

@@ -168,6 +168,23 @@ def test_nprobe_acts(vectors, queries):
     assert recall[1] == 1.0
 
 
+def test_refine_factor_acts(vectors, queries):
+    exact = exact_search(vectors, queries, 10)
+    recall = [
+        recall_at_k(
+            vectors,
+            queries,
+            build_index(vectors, IndexSettings("PQ8x4fs,RFlat", refine_factor=n)).search(
+                queries, 10
+            ),
+            exact,
+        )
+        for n in (1, 20)
+    ]
+    assert recall[0] < 0.6
+    assert recall[1] > recall[0] + 0.2
+
+
 def test_ef_construction_and_train_rows_act(vectors, tmp_path):
     contents = []
     for options in (

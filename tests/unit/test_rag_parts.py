@@ -39,6 +39,7 @@ def recipe(index: IndexConfig | None = None, refresh: RefreshConfig | None = Non
         {"ef_construction": 9},
         {"ef_search": 9},
         {"nprobe": 9},
+        {"refine_factor": 9},
         {"num_shards": 2},
     ],
 )

@@ -1,5 +1,6 @@
 """What the README shows is what there is: its quick commands run, its names exist."""
 
+import functools
 import os
 import re
 import shlex
@@ -26,9 +27,10 @@ COMMAND_LINES = [
 ]
 
 
-@pytest.fixture
-def shell(tmp_path: Path):
-    """Runs bash in an empty folder where `pixelrag` is the code under test."""
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory: pytest.TempPathFactory):
+    """Runs bash in a folder where `pixelrag` is the code under test; a script that ran is kept."""
+    tmp_path = tmp_path_factory.mktemp("readme")
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "pixelrag").write_text(f'#!/bin/sh\nexec {sys.executable} -m pixelrag "$@"\n')
@@ -40,6 +42,7 @@ def shell(tmp_path: Path):
         "PYTHONPATH": str(ROOT),
     }
 
+    @functools.cache
     def _run(script: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             ["bash", "-euo", "pipefail", "-c", script],

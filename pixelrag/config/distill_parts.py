@@ -45,7 +45,7 @@ class TeacherConfig(Section):
     source: Literal["live", "remote", "hidden_states", "cache"] = "live"
     """live: beside the student; remote: served; hidden_states or cache (top-k logits): a folder."""
     name_or_path: str | None = Field(None, min_length=1)
-    """As for the student; a cache or a remote teacher names it itself."""
+    """As for the student; of a cache or a remote teacher it may be left out, and is compared."""
     gguf_file: str | None = None
     """Name of a GGUF file within name_or_path."""
     attention: Attention = "auto"

@@ -116,6 +116,13 @@ def open_teacher(
                     "been tried with isolated ones, which training or evaluation needs; start it "
                     "with packing.attention isolated"
                 )
+            wanted = teacher.name_or_path
+            if wanted not in (None, remote.greeting.teacher):
+                remote.close()
+                raise ProvenanceError(
+                    f"the teacher at {teacher.path} is {remote.greeting.teacher}, but "
+                    f"teacher.name_or_path is {wanted}; start that one, or leave the name out"
+                )
             return remote
         check_cache(config, contract, data)
         return CachedTeacher(Path(teacher.path), world.device)
@@ -139,6 +146,8 @@ def check_cache(config: DistillConfig, contract: Contract, data: DistillData) ->
     }
     if source == "cache":
         expected["temperature"] = config.loss.temperature
+    if config.teacher.name_or_path is not None:
+        expected["teacher"] = config.teacher.name_or_path
     Manifest.read(folder).check(folder, expected)
 
 

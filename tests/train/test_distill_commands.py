@@ -48,6 +48,14 @@ def taught_by(live, tmp_path: Path, name: str, teacher: dict) -> Path:
     return tmp_path / name
 
 
+def refused(live, tmp_path: Path, teacher: dict) -> str:
+    """What a run says that is asked to learn from another teacher than the answers' own."""
+    config = merged(live[1], {"teacher": teacher, "output_dir": str(tmp_path / "refused")})
+    ended = nursery.run(command(tmp_path, config, "distill"))
+    assert ended.codes == [9]
+    return ended.text
+
+
 def same_losses(got: Path, expected: Path) -> None:
     for name in ("train/loss", "train/kd_loss", "eval/loss", "eval/agreement"):
         assert series(got, name) == pytest.approx(series(expected, name), rel=1e-5), name
@@ -132,6 +140,8 @@ def test_cached_states_teach_as_the_teacher_does(live, tmp_path):
     again = nursery.run(words)
     assert again.codes == [9]
     assert "holds a cache already" in again.text
+    other = refused(live, tmp_path, {**teacher, "name_or_path": "another"})
+    assert f"teacher: the cache has {live[1]['teacher']['name_or_path']}" in other
 
 
 def test_cached_logits_teach_as_the_teacher_restricted_to_them(live, tmp_path):
@@ -159,6 +169,8 @@ def test_a_served_teacher_teaches_as_one_beside_the_student(live, tmp_path):
             job.wait_until((folder / "socket").exists)
             teacher = {"source": "remote", "path": str(folder / "socket")}
             same_losses(taught_by(live, tmp_path, "remote", teacher), live[0])
+            other = refused(live, tmp_path, {**teacher, "name_or_path": "another"})
+            assert "but teacher.name_or_path is another" in other
             job.signal(signal.SIGINT)
             ended = job.wait(30)
         finally:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pixelrag.errors import IndexError_
 from pixelrag.retrieval import refresh_spec as files
@@ -90,6 +90,7 @@ class Refresher:
         self._retry_seconds = retry_seconds
         self._clock = clock
         self._status = Status()
+        self._nice = recipe.nice
         self._process: subprocess.Popen[bytes] | None = None
         self._began = 0.0
         self._retry_at = 0.0
@@ -124,12 +125,14 @@ class Refresher:
         work.mkdir(parents=True, exist_ok=True)
         return work
 
-    def start(self, folder: Path, step: int) -> None:
+    def start(self, folder: Path, step: int, **circumstances: Any) -> None:
         """Hand the snapshot in ``folder`` to the workers.
 
         Args:
             folder: what `begin` returned.
             step: as given to `begin`.
+            circumstances: `devices` and `nice` of this refresh alone, where the training waits
+                for it and needs neither.
 
         Raises:
             IndexError_: `begin` was not called for it, or there is no snapshot.
@@ -140,7 +143,8 @@ class Refresher:
             raise IndexError_(f"start({folder}, {step}) without begin({step})")
         if not (folder / files.WEIGHTS).exists():
             raise IndexError_(f"{folder}: no {files.WEIGHTS}; save the snapshot first")
-        spec = replace(self._recipe, generation=status.generation, step=step)
+        spec = replace(self._recipe, generation=status.generation, step=step, **circumstances)
+        self._nice = spec.nice
         try:
             spec.write(folder)
         except OSError as error:
@@ -167,6 +171,7 @@ class Refresher:
                     self._generations.discard_part(number)
                 continue
             self._began = self._clock()
+            self._nice = self._recipe.nice
             self._status = Status("encoding", number, snapshot_step)
             logger.info(
                 "generation %d: going on with the refresh of step %d", number, snapshot_step
@@ -259,7 +264,7 @@ class Refresher:
                 "pixelrag.retrieval.coordinator",
                 str(part),
                 log=self._log(part),
-                nice=self._recipe.nice,
+                nice=self._nice,
                 threads=1,
             )
         except OSError as error:

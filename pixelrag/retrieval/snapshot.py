@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -68,6 +70,7 @@ def hand_over(
     *,
     bf16: bool = False,
     trainable_only: bool = False,
+    circumstances: Mapping[str, Any] | None = None,
 ) -> None:
     """Take a snapshot and start a refresh with it; a collective. Does not wait for the workers.
 
@@ -77,6 +80,7 @@ def hand_over(
         engine, prefix, bf16, trainable_only: see `save_snapshot`.
         refresher: on rank 0, with none in flight; None elsewhere.
         step: optimizer steps done.
+        circumstances: see `Refresher.start`.
 
     Raises:
         EngineError: see `save_snapshot`.
@@ -97,4 +101,4 @@ def hand_over(
         refresher.fail(str(error))
         return
     if folder is not None:
-        refresher.start(folder, step)
+        refresher.start(folder, step, **(circumstances or {}))

@@ -66,7 +66,10 @@ class KnowledgeBase:
         self._generations = Generations(Path(config.output_dir) / "index")
         self._held = contextlib.ExitStack()
         self._refresher: Refresher | None = None
-        used = gather_objects(world.device.index)
+        used = {index for index in gather_objects(world.device.index) if index is not None}
+        self._unhindered: dict[str, Any] = {"nice": 0}
+        if used and refresh.devices == "auto":
+            self._unhindered["devices"] = [f"cuda:{index}" for index in sorted(used)]
 
         def recipe() -> RefreshSpec:
             gpus = torch.cuda.device_count() if world.device.type == "cuda" else 0
@@ -85,9 +88,7 @@ class KnowledgeBase:
                 encoder=Call("pixelrag.retrieval.document_encoder:embedder", arguments),
                 dim=encoder.embedding_dim,
                 fingerprints=own,
-                devices=refresh_devices(
-                    refresh, used_gpus={i for i in used if i is not None}, num_gpus=gpus
-                ),
+                devices=refresh_devices(refresh, used_gpus=used, num_gpus=gpus),
                 seed=config.seed,
             )
 
@@ -140,8 +141,9 @@ class KnowledgeBase:
             CheckpointError: the checkpoint's is no longer there.
         """
         if state is None:
+            # Everyone waits for it: the training's devices and priority are free.
             self.switch.begin(step)
-            self._hand_over(step)
+            self._hand_over(step, self._unhindered)
             if not self.switch.settle(step):
                 reason = from_main(lambda: self._refresher.status.reason)
                 raise IndexError_(f"the first generation of the index cannot be made: {reason}")
@@ -198,9 +200,10 @@ class KnowledgeBase:
             self._refresher.close()
         self._held.close()
 
-    def _hand_over(self, step: int) -> None:
+    def _hand_over(self, step: int, circumstances: dict[str, Any] | None = None) -> None:
         with_adapters = self._trains and self._config.encoder_lora.enabled
         hand_over(
             self._engine, self._refresher, self._prefix, step,
             bf16=self._config.engine.precision == "bf16", trainable_only=with_adapters,
+            circumstances=circumstances,
         )  # fmt: skip

@@ -1,0 +1,117 @@
+"""The RAG job: refreshes at pinned steps, resumed runs, engines, and what is exported."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM
+
+from pixelrag.config.rag_models import EncoderConfig
+from pixelrag.models import load_embedder
+from tests.distributed.harness import Results, run_alone, run_cases
+from tests.distributed.rag_runs import make_material
+
+pytestmark = pytest.mark.distributed
+
+RUN = "tests.distributed.rag_runs:run"
+PINNED = [
+    "--refresh.every_steps=2",
+    "--refresh.deterministic_lag=1",
+    "--retrieval.over_retrieve=6",
+]
+ALONE = {
+    "whole": {"flags": PINNED},
+    "resumed": {"flags": PINNED, "stop_at": 2},
+    # A frozen document encoder needs no second generation.
+    "decoder": {
+        "flags": [
+            "--train=question,generator",
+            "--loss.retriever=loop",
+            "--loss.contrastive_weight=0.5",
+            "--generator_lora.enabled=true",
+            "--encoder_lora.enabled=true",
+        ],
+        "generator": "decoder",
+        "apart": True,
+    },
+}
+PAIR = {"fsdp2": {"flags": [*PINNED, "--engine.name=fsdp2", "--index.num_shards=2"]}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("rag")
+    make_material(root)
+    return root
+
+
+def _named(cases: dict[str, dict], folder: Path, start: str) -> dict[str, dict]:
+    named = {}
+    for name, case in cases.items():
+        flags = list(case.get("flags", []))
+        if "generator" in case:
+            flags.append(f"--generator.name_or_path={folder / case['generator']}")
+        if case.get("apart"):
+            flags.append(f"--document_encoder.name_or_path={folder / 'passages'}")
+        named[name] = {"folder": str(folder), "name": f"{start}-{name}", "flags": flags}
+        named[name] |= {key: case[key] for key in ("stop_at",) if key in case}
+    return named
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Results:
+    return run_alone(RUN, _named(ALONE, folder, "alone"))
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path) -> Results:
+    cases = _named(PAIR, folder, "pair")
+    return run_cases(RUN, cases, nproc=2, timeout_seconds=580, collective_timeout_seconds=300)
+
+
+def test_a_generation_is_used_at_its_pinned_step(alone: Results):
+    found = alone["whole"][0]
+    events = [(event["step"], event["kind"]) for event in found["history"]]
+    assert events == [(0, "start"), (0, "switch"), (2, "start"), (3, "switch")]
+    # As of the end of each step: the second generation is of step 2 and used in the fourth.
+    assert found["steps"]["index/age_steps"] == [1, 2, 3, 2]
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(alone: Results):
+    whole, resumed = alone["whole"][0], alone["resumed"][0]
+    assert resumed["parameters"] == whole["parameters"]
+    assert resumed["steps"] == whole["steps"]
+    assert resumed["history"] == whole["history"]
+    assert resumed["eval"] == whole["eval"]
+
+
+def test_two_ranks_do_what_one_does(alone: Results, pair: Results):
+    expected = alone["whole"][0]
+    for got in pair["fsdp2"]:
+        assert got["history"] == expected["history"]
+        assert got["steps"]["index/age_steps"] == expected["steps"]["index/age_steps"]
+        for figure in ("train/loss", "train/grad_norm", "train/posterior_entropy"):
+            # The first step shows the gradient; later ones what AdamW makes of its rounding.
+            limits = (1e-5, 1e-3, 1e-2, 3e-2)
+            pairs = zip(got["steps"][figure], expected["steps"][figure], limits, strict=True)
+            for value, wanted, limit in pairs:
+                assert abs(value - wanted) <= limit * abs(wanted), figure
+        assert got["eval"].keys() == expected["eval"].keys()
+
+
+def test_every_form_trains(alone: Results):
+    got = alone["decoder"][0]
+    assert len(got["steps"]["train/loss"]) == 4
+    assert got["exported"] == ["document_encoder", "generator", "question_encoder"]
+    assert [event["kind"] for event in got["history"]] == ["start", "switch"]
+
+
+def test_exports_load(alone: Results, folder: Path):
+    assert alone["whole"][0]["exported"] == ["generator", "question_encoder"]
+    last = folder / "run-alone-whole" / "last"
+    model = AutoModelForSeq2SeqLM.from_pretrained(last / "generator")
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    encoder, prepare = load_embedder(EncoderConfig(name_or_path=str(last / "question_encoder")))
+    first, _ = load_embedder(EncoderConfig(name_or_path=str(folder / "questions")))
+    batch = prepare.queries(["what is the fox"])
+    assert not torch.allclose(encoder(**batch), first(**batch))

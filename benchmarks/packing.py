@@ -4,8 +4,8 @@
 
 The job is `pixelrag distill` itself, from chats to optimizer step: SmolLM2-135M-Instruct teaches
 a student of its own layers, on chats about the standard library. A chat has one turn or several,
-their number drawn from a log-normal distribution: many short ones and a long tail, with a mean of
-a fifth of a row. Both ways take the same number of rows at once; unpacked ones are padded to the
+their number drawn from a log-normal distribution: many short ones and a long tail, with a mean under
+a third of a row. Both ways take the same number of rows at once; unpacked ones are padded to the
 longest of a micro-batch, as usual. Only real tokens count, padding does not. Every run is a process
 of its own, in an order that reverses from round to round, and a ratio is that of a round.
 """
@@ -40,12 +40,12 @@ FIGURES = {
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--row-length", type=int, default=1536, help="tokens of a row (1536)")
-    parser.add_argument("--rows", type=int, default=4, help="rows at once (4)")
+    parser.add_argument("--row-length", type=int, default=1024, help="tokens of a row (1024)")
+    parser.add_argument("--rows", type=int, default=8, help="rows at once (8)")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step (1)")
     parser.add_argument("--steps", type=int, default=4, help="packed steps, two to warm up (4)")
-    parser.add_argument("--unpacked-steps", type=int, default=14, help="unpacked ones (14)")
-    parser.add_argument("--layers", type=int, default=10, help="the student's layers (10)")
+    parser.add_argument("--unpacked-steps", type=int, default=10, help="unpacked ones (10)")
+    parser.add_argument("--layers", type=int, default=6, help="the student's layers (6)")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each way (2)")
     parser.add_argument("--threads", type=int, default=2, help="of the process (2)")
     parser.add_argument("--output", type=Path, help="JSONL file to write")

@@ -4,10 +4,10 @@
 
 The job is `pixelrag distill` itself, from chats to optimizer step: SmolLM2-135M-Instruct teaches
 a student of its own layers, on chats about the standard library. A chat has one turn or several,
-their number drawn from a log-normal distribution: many short ones and a long tail, with a mean under
-a third of a row. Both ways take the same number of rows at once; unpacked ones are padded to the
-longest of a micro-batch, as usual. Only real tokens count, padding does not. Every run is a process
-of its own, in an order that reverses from round to round, and a ratio is that of a round.
+their number drawn from a log-normal distribution: many short ones and a long tail, with a mean
+under a third of a row. Both ways take the same number of rows at once; unpacked ones are padded to
+the longest of a micro-batch, as usual. Only real tokens count, padding does not. Every run is a
+process of its own, in an order that reverses from round to round, and a ratio is that of a round.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -57,11 +58,7 @@ def load_generator(
     """
     lora = lora or LoraConfig()
     source = resolve_source(config.name_or_path, setting=_SETTING, gguf_file=config.gguf_file)
-    adapter = source.json(ADAPTER_FILE) if source.gguf_file is None else None
-    base = source
-    if adapter:
-        name = adapter.get("base_model_name_or_path") or ""
-        base = resolve_source(name, setting=f"{source.name}'s base model")
+    base, adapter = _base_of(source)
     if config.random_init and (adapter or lora.enabled):
         raise ModelError(
             "generator.random_init with an adapter: it is of no use without the weights it was "
@@ -75,7 +72,7 @@ def load_generator(
         lm = with_adapters(
             model,
             lora,
-            source if adapter else None,
+            adapter,
             base,
             has_vision=preprocessor.has_vision,
             task_type=TaskType.SEQ_2_SEQ_LM if is_seq2seq else TaskType.CAUSAL_LM,
@@ -94,13 +91,42 @@ def load_generator(
     return generator.train(), preprocessor
 
 
+def read_prompts(config: GeneratorConfig) -> GeneratorPreprocessor:
+    """What builds the generator's prompts, from its small files alone: no weights.
+
+    Raises:
+        ModelError: they are not there, or do not fit what is asked of them.
+    """
+    source = resolve_source(config.name_or_path, setting=_SETTING, gguf_file=config.gguf_file)
+    base, _ = _base_of(source)
+    with quiet():
+        model_config = _read_config(config, base)
+        _classes(model_config, base, config.trust_remote_code)
+        return _preprocessor(config, base, SimpleNamespace(config=model_config))
+
+
+def _base_of(source: ModelSource) -> tuple[ModelSource, ModelSource | None]:
+    """The model itself, and the folder of the adapter on it if `source` is one."""
+    adapter = source.json(ADAPTER_FILE) if source.gguf_file is None else None
+    if not adapter:
+        return source, None
+    name = adapter.get("base_model_name_or_path") or ""
+    return resolve_source(name, setting=f"{source.name}'s base model"), source
+
+
+def _read_config(config: GeneratorConfig, source: ModelSource) -> Any:
+    gguf = {} if source.gguf_file is None else {"gguf_file": source.gguf_file}
+    with as_model_error(source):
+        return AutoConfig.from_pretrained(
+            source.location, **gguf, trust_remote_code=config.trust_remote_code
+        )
+
+
 def _load_model(
     config: GeneratorConfig, source: ModelSource, dtype: torch.dtype, half_precision: bool
 ) -> PreTrainedModel:
     trust: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
-    with as_model_error(source):
-        gguf = {} if source.gguf_file is None else {"gguf_file": source.gguf_file}
-        model_config = AutoConfig.from_pretrained(source.location, **gguf, **trust)
+    model_config = _read_config(config, source)
     loader, model_class = _classes(model_config, source, config.trust_remote_code)
     options = trust | {
         "dtype": torch.float32 if dtype == torch.float64 else dtype,
@@ -146,7 +172,7 @@ def _classes(config: Any, source: ModelSource, trusted: bool) -> tuple[Any, type
 
 
 def _preprocessor(
-    config: GeneratorConfig, source: ModelSource, model: PreTrainedModel
+    config: GeneratorConfig, source: ModelSource, model: PreTrainedModel | SimpleNamespace
 ) -> GeneratorPreprocessor:
     tokenizer = load_tokenizer(source, trust_remote_code=config.trust_remote_code)
     is_seq2seq = model.config.is_encoder_decoder
@@ -171,7 +197,7 @@ def _preprocessor(
     return GeneratorPreprocessor(text, images)
 
 
-def _lengths(config: GeneratorConfig, model: PreTrainedModel) -> tuple[int, int]:
+def _lengths(config: GeneratorConfig, model: PreTrainedModel | SimpleNamespace) -> tuple[int, int]:
     """Tokens of prompts and answers, within what the model can tell apart by position."""
     prompt, target = config.prompt_max_length, config.target_max_length
     # T5 has relative positions and its `n_positions` means nothing.

@@ -1,6 +1,7 @@
 """`pixelrag eval`: measures a model on the held-out rows of a configuration, without training.
 
-A retriever is measured against its documents, a student against its teacher.
+A retriever is measured against its documents, a student against its teacher, a RAG model on its
+answers and on what it found for them.
 """
 
 from __future__ import annotations
@@ -11,19 +12,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pixelrag.config.contrastive import ContrastiveConfig
 from pixelrag.config.distill import DistillConfig
+from pixelrag.config.rag import RagConfig
 from pixelrag.distributed.collectives import from_main
 from pixelrag.distributed.env import World, process_group, read_ranks
 from pixelrag.errors import CheckpointError, ConfigError
 from pixelrag.evaluate.bootstrap import bootstrap_interval
 from pixelrag.evaluate.pairs import PairEvaluation
-from pixelrag.train import distill
+from pixelrag.train import distill, rag
 from pixelrag.train.contrastive import build_biencoder, build_evaluator
 from pixelrag.train.job import engine_for, show_log
 
 
-def main(config: ContrastiveConfig | DistillConfig, own: Mapping[str, str]) -> int:
+def main(config: ContrastiveConfig | DistillConfig | RagConfig, own: Mapping[str, str]) -> int:
     """Print the figures of the model on the held-out rows; returns the exit code.
 
     Args:
@@ -39,7 +43,17 @@ def main(config: ContrastiveConfig | DistillConfig, own: Mapping[str, str]) -> i
         raise ConfigError("data.eval: got no files; name the held-out rows to evaluate on")
     show_log(read_ranks()[0])
     with process_group(config.engine.device, config.engine.timeout_seconds) as world:
-        if taught:
+        if isinstance(config, RagConfig):
+            answered = rag.evaluate(config, world)
+            figures, model = answered.figures, config.generator.name_or_path
+            per_query = {name: v.tolist() for name, v in answered.per_question.items()}
+            details = {
+                "question_encoder": config.question_encoder.name_or_path,
+                "per_query": per_query,
+                "answers": [item.to_json() for item in answered.answered],
+            }
+            lines = _lines(figures, answered.per_question)
+        elif taught:
             figures = distill.evaluate(config, world)
             model, details = config.student.name_or_path, {"teacher": config.teacher.name_or_path}
             lines = [f"{name:<16} {value:.4f}" for name, value in figures.items()]
@@ -47,7 +61,7 @@ def main(config: ContrastiveConfig | DistillConfig, own: Mapping[str, str]) -> i
             evaluation = evaluate(config, world)
             figures, model = evaluation.figures, config.model.name_or_path
             per_query = {name: values.tolist() for name, values in evaluation.per_query.items()}
-            details, lines = {"per_query": per_query}, _lines(evaluation)
+            details, lines = {"per_query": per_query}, _lines(figures, evaluation.per_query)
         if world.is_main:
             sys.stdout.write("\n".join(lines) + "\n")
             sys.stdout.flush()
@@ -66,11 +80,11 @@ def evaluate(config: ContrastiveConfig, world: World) -> PairEvaluation:
     return evaluator(engine, 1.0 / config.loss.temperature)
 
 
-def _lines(evaluation: PairEvaluation) -> list[str]:
+def _lines(figures: Mapping[str, float], per_query: Mapping[str, np.ndarray]) -> list[str]:
     lines = []
-    for name, value in evaluation.figures.items():
+    for name, value in figures.items():
         line = f"{name:<16} {value:.4f}"
-        values = evaluation.per_query.get(name.removeprefix("eval/"))
+        values = per_query.get(name.removeprefix("eval/"))
         if values is not None:
             interval = bootstrap_interval(values, seed=0)
             line += f"   95 % interval {interval.low:.4f} to {interval.high:.4f}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,8 +96,10 @@ def train(config: RagConfig, world: World) -> dict[str, Any]:
 def evaluate(config: RagConfig, world: World) -> RagEvaluation:
     """Measure the models that ``config`` names on the held-out questions; a collective.
 
-    Passages are encoded and indexed anew, below ``output_dir``.
+    Passages are encoded and indexed anew, below ``output_dir``, in a folder that goes again.
     """
+    scratch = Path(config.output_dir) / "eval"
+    config = config.model_copy(update={"output_dir": str(scratch)})
     data = open_data(config)
     with together():
         sampler = GlobalBatchSampler(
@@ -107,6 +110,8 @@ def evaluate(config: RagConfig, world: World) -> RagEvaluation:
         return task.evaluation()
     finally:
         task.close()
+        if world.is_main:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _go_on_at(

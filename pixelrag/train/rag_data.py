@@ -65,25 +65,29 @@ def passage_options(config: RagConfig) -> dict[str, Any]:
     return options
 
 
+def read_passages(config: RagConfig) -> PassageStore:
+    """Read the knowledge base and decode its images, in this process alone.
+
+    Raises:
+        DataError: any passage is bad.
+    """
+    options = passage_options(config)
+    name = options.pop("tokenizer", None)
+    tokenizer = None if name is None else reopen.load_tokenizer(name)
+    with image_progress_bar(f"Opening images of {config.knowledge_base.source}") as progress:
+        return load_passages(**options, tokenizer=tokenizer, progress=progress)
+
+
 def open_data(config: RagConfig) -> RagData:
     """Check passages and questions, and open them on every rank; a collective.
 
     Raises:
         DataError: a source or a row cannot be used; on all ranks.
     """
-    options = passage_options(config)
-
-    def check() -> str:
-        # Rank 0 decodes every image once; the others read what it has checked.
-        name = options.get("tokenizer")
-        tokenizer = None if name is None else reopen.load_tokenizer(name)
-        with image_progress_bar(f"Opening images of {config.knowledge_base.source}") as progress:
-            plain = {key: value for key, value in options.items() if key != "tokenizer"}
-            return load_passages(**plain, tokenizer=tokenizer, progress=progress).fingerprint
-
-    fingerprint = from_main(check)
+    # Rank 0 decodes every image once; the others read what it has checked.
+    fingerprint = from_main(lambda: read_passages(config).fingerprint)
     with together():
-        passages = reopen.passages(**options)
+        passages = reopen.passages(**passage_options(config))
         if passages.fingerprint != fingerprint:
             raise DataError(
                 f"{config.knowledge_base.source}: not the passages that rank 0 has read; every "
@@ -120,7 +124,7 @@ def build_parts(config: RagConfig) -> RagParts:
                 f"question_encoder gives vectors of {query_encoder.embedding_dim} numbers, "
                 f"document_encoder of {document_encoder.embedding_dim}; they must be of one kind"
             )
-        _check_generator(config, prompts)
+        check_generator(config, prompts)
         container = RagModel(
             query_encoder,
             document_encoder,
@@ -138,10 +142,7 @@ def check_rows(config: RagConfig, data: RagData, parts: RagParts) -> None:
     Raises:
         DataError: names the first row.
     """
-    for question in data.questions:
-        parts.generator.check(question.text, question.answers[0], question.sample_id)
-    for question in data.held_out or ():
-        parts.generator.check(question.text, "", question.sample_id)
+    check_lengths(data, parts.generator)
     if data.passages.has_images:
         for section, reads in (
             ("document_encoder", parts.documents.has_vision),
@@ -152,6 +153,19 @@ def check_rows(config: RagConfig, data: RagData, parts: RagParts) -> None:
                     f"{config.knowledge_base.source} holds images, but the model of {section} "
                     "reads text only; name a vision model of the kind Qwen3-VL"
                 )
+
+
+def check_lengths(data: RagData, prompts: GeneratorPreprocessor) -> None:
+    """Refuse questions, and answers to train on, that do not fit whole.
+
+    Raises:
+        DataError: names the first row.
+    """
+    for question in data.questions:
+        prompts.check(question.text, question.answers[0], question.sample_id)
+    for question in data.held_out or ():
+        # Its answers are compared, never read.
+        prompts.check(question.text, "", question.sample_id)
 
 
 def _load_encoder(config: RagConfig, encoder: EncoderConfig, part: str) -> tuple[Any, Preprocessor]:
@@ -173,7 +187,12 @@ def _dtype(bf16: bool, frozen: bool) -> torch.dtype:
     return torch.bfloat16 if bf16 and frozen else torch.float32
 
 
-def _check_generator(config: RagConfig, prompts: GeneratorPreprocessor) -> None:
+def check_generator(config: RagConfig, prompts: GeneratorPreprocessor) -> None:
+    """Refuse a loss that the generator cannot have.
+
+    Raises:
+        ConfigError: fusion with a decoder, or an excluded first token where there is none.
+    """
     if config.loss.answer == "fid" and not prompts.text.is_seq2seq:
         raise ConfigError(
             "loss.answer fid needs an encoder-decoder, which reads passages apart and answers from "

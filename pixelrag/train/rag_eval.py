@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,12 +31,31 @@ KS = (1, 5)
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """One held-out question: the passages found, best first, and what was written ("" if not)."""
+    """One held-out question: the passages found, best first, and what was written ("" if not).
+
+    Attributes:
+        question: as in the file.
+        rows, scores: what was found, and the inner products.
+        answer: what was written.
+        passages: ids of what was found.
+    """
 
     question: Question
     rows: list[int]
     scores: list[float]
     answer: str
+    passages: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """As one line of a JSONL file would have it."""
+        return {
+            "question": self.question.text,
+            "sample_id": self.question.sample_id,
+            "answer": self.answer,
+            "answers": list(self.question.answers),
+            "passages": self.passages,
+            "scores": self.scores,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +119,8 @@ class RagEvaluator:
         if config.eval.fresh_index:
             figures |= self._fresh(engine, texts)
         answered = [
-            Answered(*values) for values in zip(self._questions, rows, scores, answers, strict=True)
+            Answered(question, *found, [self._passages.id_of(row) for row in found[0]])
+            for question, *found in zip(self._questions, rows, scores, answers, strict=True)
         ]
         named = {f"eval/{name}": value for name, value in figures.items()}
         return RagEvaluation(named, per_question, answered)

@@ -2,10 +2,11 @@
 
 from pixelrag.config.contrastive import ContrastiveConfig
 from pixelrag.config.distill import DistillConfig
+from pixelrag.config.rag import RagConfig
 from pixelrag.validate.say import say
 
 
-def main(config: ContrastiveConfig | DistillConfig) -> int:
+def main(config: ContrastiveConfig | DistillConfig | RagConfig) -> int:
     """Print what is wrong and a summary; return 0, or the exit code of the first fault.
 
     The configuration itself has been checked before this is called. What can still be checked
@@ -13,6 +14,8 @@ def main(config: ContrastiveConfig | DistillConfig) -> int:
     """
     if isinstance(config, DistillConfig):
         from pixelrag.validate.texts import check
+    elif isinstance(config, RagConfig):
+        from pixelrag.validate.rag import check
     else:
         from pixelrag.validate.pairs import check
     code = check(config)

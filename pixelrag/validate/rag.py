@@ -1,0 +1,68 @@
+"""A RAG job: every passage and question, and the generator's small files. No weights."""
+
+from pixelrag.config.rag import RagConfig
+from pixelrag.data.passages import PassageStore
+from pixelrag.data.questions import QuestionDataset
+from pixelrag.errors import DataError, PixelragError
+from pixelrag.validate.say import say
+
+
+def check(config: RagConfig) -> int:
+    """Print each fault and what the run would be; return 0, or the exit code of the first fault."""
+    from pixelrag.models.generator_load import read_prompts
+    from pixelrag.train.rag_data import RagData, check_generator, check_lengths, read_passages
+
+    codes: list[int] = []
+    passages: PassageStore | None = None
+    try:
+        passages = read_passages(config)
+        say(
+            f"{config.knowledge_base.source}: {len(passages):,} passages of "
+            f"{passages.num_documents:,} documents"
+        )
+    except PixelragError as error:
+        say(str(error))
+        codes.append(error.exit_code)
+    sets: dict[str, QuestionDataset] = {}
+    for name in ("train", "eval"):
+        if paths := getattr(config.data, name):
+            try:
+                sets[name] = _questions(paths, passages)
+            except PixelragError as error:
+                say(str(error))
+                codes.append(error.exit_code)
+                continue
+            if sets[name].report.bad and config.data.bad_rows == "error":
+                codes.append(DataError.exit_code)
+    try:
+        prompts = read_prompts(config.generator)
+        check_generator(config, prompts)
+        if passages is not None and "train" in sets:
+            held_out = sets["eval"].rows if "eval" in sets else None
+            check_lengths(RagData(passages, sets["train"], held_out), prompts)
+            _say_length(config, len(sets["train"]))
+    except PixelragError as error:
+        say(str(error))
+        codes.append(error.exit_code)
+    return codes[0] if codes else 0
+
+
+def _questions(paths: list[str], passages: PassageStore | None) -> QuestionDataset:
+    found = QuestionDataset(paths, "skip", passages=passages)
+    for bad in found.report.bad:
+        say(f"{bad.file}:{bad.line}: {bad.reason}")
+    say(
+        f"{', '.join(paths)}: {found.report.num_rows} questions, {found.report.num_documents} "
+        f"passages named by them, {found.report.num_bad_rows} bad rows"
+    )
+    return found
+
+
+def _say_length(config: RagConfig, num_questions: int) -> None:
+    from pixelrag.distributed.env import read_ranks
+    from pixelrag.train.job import num_steps
+
+    batch, world_size = config.batch, read_ranks()[1]
+    questions = batch.per_device_batch_size * batch.gradient_accumulation_steps * world_size
+    steps = num_steps(config, max(1.0, num_questions / questions))
+    say(f"{steps:,} steps of {questions} questions with {config.retrieval.k} passages each")

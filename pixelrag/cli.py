@@ -80,7 +80,11 @@ COMMANDS = {
     ),
     "demo": Command("run a job on real data that needs no download", "pixelrag.demo"),
 }
-DEMOS = {"contrastive": "pixelrag.demo.contrastive", "distill": "pixelrag.demo.distill"}
+DEMOS = {
+    "contrastive": "pixelrag.demo.contrastive",
+    "distill": "pixelrag.demo.distill",
+    "rag": "pixelrag.demo.rag",
+}
 
 _WIDTH = max(len(name) for name in COMMANDS)
 USAGE = f"""\

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from pixelrag.config.parts import CheckpointConfig, OptimConfig
+from pixelrag.config.parts import CheckpointConfig, DataFiles, OptimConfig
 from pixelrag.config.section import Section
 
 Attention = Literal["auto", "eager", "sdpa", "flash_attention_2", "varlen"]
@@ -79,7 +79,7 @@ class AdapterConfig(Section):
     """Names of the layers to adapt, lm_head among them if wished; null = attention projections."""
 
 
-class ChatDataConfig(Section):
+class ChatDataConfig(DataFiles):
     train: list[str] = Field(min_length=1)
     """JSONL files, or names of Hugging Face datasets: chats, prompt and completion, or text."""
     eval: list[str] = Field(default_factory=list)
@@ -112,20 +112,6 @@ class ChatDataConfig(Section):
     """Batches that each worker prepares ahead."""
     worker_timeout_seconds: int = Field(300, ge=1)
     """A worker that gives nothing for so long ends the run."""
-
-    @field_validator("train", "eval", mode="before")
-    @classmethod
-    def _one_path(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
-
-    @field_validator("train", "eval")
-    @classmethod
-    def _real_paths_once(cls, value: list[str]) -> list[str]:
-        if any(not path.strip() for path in value):
-            raise PydanticCustomError("paths", "paths that are not empty")
-        if len(set(value)) < len(value):
-            raise PydanticCustomError("paths", "each path once")
-        return value
 
     @field_validator("template_date", mode="before")
     @classmethod

@@ -52,7 +52,25 @@ class LoraConfig(Section):
     """Adapt attention and MLP of the vision tower as well."""
 
 
-class DataConfig(Section):
+class DataFiles(Section):
+    """What names files to train on in `train`, and held-out ones in `eval`."""
+
+    @field_validator("train", "eval", mode="before", check_fields=False)
+    @classmethod
+    def _one_path(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("train", "eval", check_fields=False)
+    @classmethod
+    def _real_paths_once(cls, value: list[str]) -> list[str]:
+        if any(not path.strip() for path in value):
+            raise PydanticCustomError("paths", "paths that are not empty")
+        if len(set(value)) < len(value):
+            raise PydanticCustomError("paths", "each path once")
+        return value
+
+
+class DataConfig(DataFiles):
     train: list[str] = Field(min_length=1)
     """JSONL files of (query, document) rows."""
     eval: list[str] = Field(default_factory=list)
@@ -65,20 +83,6 @@ class DataConfig(Section):
     """Processes a rank uses to prepare batches; 0 = none beside itself."""
     drop_last: bool = False
     """Leave out an epoch's last batch where it is smaller than the others."""
-
-    @field_validator("train", "eval", mode="before")
-    @classmethod
-    def _one_path(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
-
-    @field_validator("train", "eval")
-    @classmethod
-    def _real_paths_once(cls, value: list[str]) -> list[str]:
-        if any(not path.strip() for path in value):
-            raise PydanticCustomError("paths", "paths that are not empty")
-        if len(set(value)) < len(value):
-            raise PydanticCustomError("paths", "each path once")
-        return value
 
 
 class OptimConfig(Section):

@@ -1,11 +1,11 @@
 """The RAG job's own sections, but for the models, the index and its refreshes."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from pixelrag.config.parts import CheckpointConfig
+from pixelrag.config.parts import CheckpointConfig, DataFiles
 from pixelrag.config.section import Section
 
 
@@ -31,7 +31,7 @@ class KnowledgeBaseConfig(Section):
         return value
 
 
-class QuestionDataConfig(Section):
+class QuestionDataConfig(DataFiles):
     train: list[str] = Field(min_length=1)
     """JSONL files of questions with their answers."""
     eval: list[str] = Field(default_factory=list)
@@ -40,20 +40,6 @@ class QuestionDataConfig(Section):
     """error: refuse to start on a bad row; skip: train without it and say how many there are."""
     drop_last: bool = False
     """Leave out an epoch's last batch where it is smaller than the others."""
-
-    @field_validator("train", "eval", mode="before")
-    @classmethod
-    def _one_path(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
-
-    @field_validator("train", "eval")
-    @classmethod
-    def _real_paths_once(cls, value: list[str]) -> list[str]:
-        if any(not path.strip() for path in value):
-            raise PydanticCustomError("paths", "paths that are not empty")
-        if len(set(value)) < len(value):
-            raise PydanticCustomError("paths", "each path once")
-        return value
 
 
 class RetrievalConfig(Section):

@@ -175,6 +175,7 @@ def test_the_demo_runs_from_end_to_end(tmp_path: Path, monkeypatch, capsys) -> N
         return dict.fromkeys(("em", "f1", "recall@1", "recall@5"), [0.0] * 6)
 
     measured = rag_measure.measure
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(rag, "run", run)
     monkeypatch.setattr(rag_measure, "measure", measure)
     monkeypatch.setattr(rag, "RUNS", {"frozen": rag.RUNS["frozen"]})

@@ -31,7 +31,7 @@ K = 8
 OVER_RETRIEVE = 32
 PAIR_BATCH = 64
 PAIR_STEPS = 300
-READER_STEPS = 600
+READER_STEPS = 800
 READER_PASSAGES = 3200
 _PLACES = ("models", "pairs", "old", "run-pairs", "run-reader")
 

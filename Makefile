@@ -46,14 +46,9 @@ install:
 demo: install
 	@$(BIN)/pixelrag demo $(JOB) $(ARGS)
 
-# Tests of one process share the cores; those that start processes of their own run one by one. Both
-# parts run, so that one failure does not hide the other.
+# Two files at a time: most tests wait for start-ups and for one another's ranks half of their time.
 test: install
-	@if [ -n "$(ARGS)" ]; then $(BIN)/python -m pytest $(ARGS); exit 0; fi; \
-	status=0; \
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/docs || status=1; \
-	$(BIN)/python -m pytest --ignore tests/unit --ignore tests/docs || status=1; \
-	exit $$status
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(or $(ARGS),-n 2 --dist loadfile)
 
 lint: install
 	@$(BIN)/ruff check .

@@ -32,6 +32,7 @@ OVER_RETRIEVE = 32
 PAIR_BATCH = 64
 PAIR_STEPS = 300
 READER_STEPS = 800
+READER_BATCH = 32
 READER_PASSAGES = 3200
 _PLACES = ("models", "pairs", "old", "run-pairs", "run-reader")
 
@@ -128,7 +129,10 @@ def _learn_the_old(options: argparse.Namespace) -> dict[str, str]:
     )
     say()
     say("2. The generator learns to read the answer out of the entry that was found:")
-    values = _config(folder / "run-reader", trained, old) | {
+    values = _config(folder / "run-reader", trained, old)
+    # Fewer answers a step, and it learns which words but not their order.
+    values["batch"] |= {"per_device_batch_size": -(-READER_BATCH // options.nproc)}
+    values |= {
         "train": ["generator"],
         "retrieval": {"k": 1, "batch_size": 256},
         "optim": {"learning_rate": 2e-3, "max_steps": options.reader_steps},

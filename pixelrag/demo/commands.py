@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -40,11 +41,14 @@ def run(arguments: Sequence[str], *, nproc: int) -> float:
         text=True,
         errors="replace",
     )
+    # SIGTERM would end this process and leave the ranks behind.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         for line in process.stdout:
             say(f"  {line.rstrip()}")
         code = process.wait()
     finally:
+        signal.signal(signal.SIGTERM, before)
         if process.poll() is None:
             process.terminate()
             process.wait()

@@ -165,6 +165,8 @@ class KnowledgeBase:
         decision = self.switch.at_step(step, start=start)
         if decision.start:
             self._hand_over(step)
+            if self._config.refresh.deterministic_lag == 0:
+                self.switch.settle(step)
         return figures
 
     def drift(self) -> dict[str, float]:

@@ -66,7 +66,8 @@ def shown(value: Any) -> str:
     """`value` as YAML would have it, cut to a readable length."""
     text = {True: "true", False: "false", None: "null"}.get(value) if _is_word(value) else None
     text = repr(value) if text is None else text
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    # What tells long values apart is as often at their end, a file's name above all.
+    return text if len(text) <= 80 else f"{text[:27]}...{text[-50:]}"
 
 
 def _is_word(value: Any) -> bool:

@@ -146,9 +146,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run() -> NoReturn:
     """Entry point of the console script and of `python -m pixelrag`: `main`, then exit."""
     code = main()
-    if os.environ.get("WORLD_SIZE", "1") != "1":
+    if os.environ.get("WORLD_SIZE", "1") != "1" or code == 130:
         # gloo's threads can abort a rank in the interpreter's exit although all went well, and
-        # the launcher would call the whole job failed.
+        # the launcher would call the whole job failed. Threads of what was interrupted can, too.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -12,6 +12,7 @@ carry `source_dataset`, `retrieve_top20`, `positive_score`, ...) are read as the
 Nothing here opens an image: see `pixelrag.data.images`.
 """
 
+import difflib
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from pixelrag.errors import DataError
 BOM = b"\xef\xbb\xbf"
 # JSON can spell characters that no tokenizer, file system or UTF-8 encoder takes.
 _UNUSABLE = re.compile("[\x00\ud800-\udfff]")
+_KEYS = ("query", "passage", "chunk_path", "neg_passages", "neg_chunk_paths")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +156,10 @@ def parse_row(obj: object, file: Path, line: int, *, label: str | None = None) -
     else:
         positive = _document(chunk_path, "chunk_path", file, reasons)
 
+    for key in obj:
+        meant = difflib.get_close_matches(str(key), _KEYS, n=1, cutoff=0.85)
+        if key not in _KEYS and meant and meant[0] not in obj:
+            reasons.append(f"has a key {_show(key)}; did you mean {meant[0]}?")
     negatives: dict[str, Document] = {}
     for name, partner in (("neg_passages", "passage"), ("neg_chunk_paths", "chunk_path")):
         found = _negatives(obj.get(name), name, file, reasons)

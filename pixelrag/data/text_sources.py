@@ -149,13 +149,22 @@ def _records(
     data = _open(source, streaming)
     if not hasattr(data, "__len__"):
         stream = data if seed is None else data.shuffle(seed=seed, buffer_size=buffer_size)
-        yield from ((number, _plain(row)) for number, row in _guarded(source, enumerate(stream)))
+        yield from _without_blank_lines(source, _guarded(source, enumerate(stream)))
         return
     if seed is None:
         rows: Iterator[tuple[int, Any]] = enumerate(data)
     else:
         rows = ((number, data[number]) for number in _draw(len(data), seed))
-    yield from ((number, _plain(row)) for number, row in _guarded(source, rows))
+    yield from _without_blank_lines(source, _guarded(source, rows))
+
+
+def _without_blank_lines(
+    source: TextSource, rows: Iterator[tuple[int, Any]]
+) -> Iterator[tuple[int, object]]:
+    """Plain rows; of a text file the lines that hold something, as of JSON lines."""
+    for number, row in rows:
+        if source.kind != "text" or row["text"].strip():
+            yield number, _plain(row)
 
 
 def _open(source: TextSource, streaming: bool) -> Any:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from torch import nn
 
 from pixelrag.engine.base import Engine, OptimizerFactory, broadcast_from_rank0
@@ -96,9 +97,18 @@ class DeepSpeedEngine(Engine):
         self._deepspeed = import_deepspeed(device)
         broadcast_from_rank0(module)
         self.optimizer = self.build_optimizer(optimizer_factory)
-        self._ds, *_ = self._deepspeed.initialize(
-            model=module, optimizer=self.optimizer, config=ds_config, dist_init_required=None
-        )
+        try:
+            self._ds, *_ = self._deepspeed.initialize(
+                model=module, optimizer=self.optimizer, config=ds_config, dist_init_required=None
+            )
+        except ValidationError as error:
+            faults = "; ".join(
+                f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()
+            )
+            raise EngineError(
+                f"DeepSpeed refuses its configuration ({faults}); mend that in the file of "
+                "engine.deepspeed"
+            ) from error
         self.module = self._ds.module
         if stage == 3 or (stage == 2 and grad_sync == "per_chunk"):
             self._trace = ForwardTrace(holders_of_parameters(module))

@@ -261,7 +261,8 @@ def _say_arithmetic(
     config: ContrastiveConfig, world: World, num_rows: int, total_steps: int
 ) -> None:
     batch = config.batch
-    rows = batch.per_device_batch_size * world.world_size
+    # Of fewer rows than a batch, every batch is all of them.
+    rows = min(batch.per_device_batch_size * world.world_size, num_rows)
     accumulated = batch.gradient_accumulation_steps
     logger.info(
         "%d rows; a step sees %d rows (%d a rank x %d ranks x %d accumulated) in chunks of %d; "

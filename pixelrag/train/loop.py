@@ -265,7 +265,10 @@ class Loop:
             **self._throughput.rates(),
         }
         from_main(lambda: self._write_summary(summary))
-        view.message(f"done: {self._output / 'best'} and {self._output / 'last'} hold the model")
+        kept = [str(self._output / "last")]
+        if self._best is not None:  # nothing held out, nothing best
+            kept.insert(0, str(self._output / "best"))
+        view.message(f"done: the model is in {' and in '.join(kept)}")
         return summary
 
     def _write_summary(self, summary: dict[str, Any]) -> None:

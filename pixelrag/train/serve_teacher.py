@@ -11,6 +11,7 @@ from pixelrag.models.causal_load import load_tokenizer, student_source
 from pixelrag.models.state_codec import CODECS
 from pixelrag.models.teacher import load_teacher
 from pixelrag.models.teacher_channel import Greeting, TeacherServer
+from pixelrag.models.wire import is_path
 from pixelrag.train.distill_models import agree_on_models
 from pixelrag.train.job import show_log
 
@@ -30,6 +31,9 @@ def main(config: DistillConfig, own: Mapping[str, str]) -> int:
         raise ConfigError(f"--codec: got {codec!r}, expected one of {', '.join(CODECS)}")
     if not own.get("listen"):
         raise ConfigError("--listen: got nothing, expected a socket's path or host:port")
+    port = own["listen"].rpartition(":")[2]
+    if not is_path(own["listen"]) and int(port) > 65535:
+        raise ConfigError(f"--listen: got port {port}, expected 0 to 65535")
     if config.teacher.source != "live":
         raise ConfigError(f"teacher.source: got {config.teacher.source}, expected live")
     rank, world_size, _ = read_ranks()

@@ -27,7 +27,8 @@ def check(config: ContrastiveConfig) -> int:
             continue
         for bad in report.bad:
             say(f"{bad.file}:{bad.line}: {bad.reason}")
-        failed |= bool(report.bad)
+        usable = report.num_rows > report.num_bad_rows
+        failed |= bool(report.bad) and (config.data.bad_rows == "error" or not usable)
         say(
             f"{path}: {report.num_rows} rows, {report.num_documents} distinct documents, "
             f"{report.num_bad_rows} bad rows"

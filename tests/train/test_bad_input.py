@@ -177,6 +177,12 @@ def test_an_output_folder_that_is_a_file(run, tmp_path):
     assert (tmp_path / "run").read_text() == "mine"
 
 
+def test_a_key_that_deepspeed_does_not_know(run, tmp_path):
+    (tmp_path / "odd.json").write_text('{"zero_optimization": {"stage": 2, "fooo": 1}}')
+    engine = {"engine": {"name": "zero2", "deepspeed": str(tmp_path / "odd.json")}}
+    assert_refused(run(engine, nproc=1), ENGINE, "fooo", "engine.deepspeed")
+
+
 @pytest.mark.parametrize("mode", [0o555, 0o000])
 def test_no_permission_to_write(run, tmp_path, mode):
     """A folder that may only be read, and one that may not even be entered."""

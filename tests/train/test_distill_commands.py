@@ -198,6 +198,7 @@ def test_a_served_teacher_teaches_as_one_beside_the_student(live, tmp_path):
         ("cache-logits", ["--output=o", "--k=many"], "--k: got 'many'"),
         ("cache-logits", ["--output=o", "--codec=exact"], "--codec"),
         ("teacher", [], "--listen: got nothing"),
+        ("teacher", ["--listen=localhost:99999"], "--listen: got port 99999"),
         ("teacher", ["--listen=s", "--codec=zip"], "--codec: got 'zip'"),
         ("teacher", ["--listen=s", "--teacher.source=cache"], "expected live"),
     ],

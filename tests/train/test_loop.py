@@ -66,6 +66,7 @@ def test_what_a_run_leaves(run, shelf):
     best = max(record["eval/ndcg@10"] for record in records if "eval/loss" in record)
     assert summary["best"] == {"eval/ndcg@10": best}
     assert summary["versions"]["torch"]
+    assert f"done: the model is in {folder / 'best'} and in {folder / 'last'}" in ended.outputs[0]
     # Lines of progress, on rank 0 alone.
     assert re.findall(r"^step (\d)/5  loss", ended.outputs[0], re.MULTILINE) == ["2", "4", "5"]
     assert "16 rows (8 a rank x 2 ranks x 1 accumulated) in chunks of 3" in ended.outputs[0]
@@ -260,6 +261,17 @@ def test_rows_with_faults_are_skipped_when_told_to(run, tmp_path):
     assert "9 rows; a step sees" in ended.outputs[0]
     assert ended.outputs[1] == ""
     assert len(series(folder, "train/loss")) == 4
+
+
+def test_a_run_without_held_out_rows_names_no_best_model(run):
+    """And of fewer rows than a batch, an epoch is a batch."""
+    folder, ended = run(
+        "small", {"optim": {"max_steps": 2}}, {"batch": {"per_device_batch_size": 64}}
+    )
+    assert f"done: the model is in {folder / 'last'}\n" in ended.outputs[0]
+    assert not (folder / "best").exists()
+    assert "26 rows; a step sees 26 rows" in ended.outputs[0]
+    assert "2 steps, 2.00 epochs" in ended.outputs[0]
 
 
 def test_a_fresh_run_keeps_the_figures_of_an_older_one(run):

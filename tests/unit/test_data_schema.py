@@ -205,3 +205,15 @@ def test_any_bytes_decode_or_raise_a_row_error(raw):
             decode_line(raw, FILE, 1)
     else:
         assert repr(decode_line(raw, FILE, 1)) == repr(expected)  # repr: NaN is not itself
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [("neg_pasages", "neg_passages"), ("neg_chunk_path", "neg_chunk_paths"), ("Query", None)],
+)
+def test_a_misspelt_key_is_a_fault_and_other_keys_are_not(key, meant):
+    row = {"query": "a", "passage": "b", key: ["c"], "source": "x", "score": 1}
+    if meant is None:
+        assert parse(row).query == "a"
+    else:
+        assert faults(row) == [f'has a key "{key}"; did you mean {meant}?']

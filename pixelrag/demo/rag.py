@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from pixelrag.config.yaml_file import write_yaml
-from pixelrag.demo.commands import run, say
+from pixelrag.console import say
+from pixelrag.demo.commands import run
 from pixelrag.demo.rag_report import Outcome, rag_table, read_run
 from pixelrag.demo.rag_shift import ShiftSet, all_words, write_catalogue, write_pairs
 

@@ -14,7 +14,7 @@ from pixelrag.data.balance import share_out
 from pixelrag.data.pack_plan import PackPlan
 from pixelrag.data.packed_batch import PackedCollator
 from pixelrag.distributed.collectives import from_main
-from pixelrag.distributed.env import World, process_group, read_ranks
+from pixelrag.distributed.env import World
 from pixelrag.distributed.together import together
 from pixelrag.errors import ConfigError, ProvenanceError
 from pixelrag.models.answer_cache import MANIFEST, Kind, Manifest
@@ -25,7 +25,7 @@ from pixelrag.models.teacher import LiveTeacher
 from pixelrag.train.distill_batch import Lesson
 from pixelrag.train.distill_data import open_data
 from pixelrag.train.distill_models import Contract, agree_on_models, open_teacher
-from pixelrag.train.job import show_log
+from pixelrag.train.job import world_of
 
 logger = logging.getLogger("pixelrag")
 
@@ -43,8 +43,7 @@ def main(config: DistillConfig, own: Mapping[str, str], kind: Kind) -> int:
         ProvenanceError: the folder is there already.
     """
     output, codec, k = _arguments(config, own, kind)
-    show_log(read_ranks()[0])
-    with process_group(config.engine.device, config.engine.timeout_seconds) as world:
+    with world_of(config) as world:
         write(config, world, output, kind=kind, codec=codec, k=k)
     return 0
 

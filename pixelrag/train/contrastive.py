@@ -13,7 +13,7 @@ from pixelrag.config.contrastive import ContrastiveConfig
 from pixelrag.data.pairs import PairDataset
 from pixelrag.data.sampler import GlobalBatchSampler
 from pixelrag.distributed.collectives import from_main
-from pixelrag.distributed.env import World, process_group, read_ranks
+from pixelrag.distributed.env import World
 from pixelrag.distributed.together import together
 from pixelrag.errors import CheckpointError
 from pixelrag.evaluate.pairs import PairEvaluator
@@ -28,12 +28,11 @@ from pixelrag.train.job import (
     checkpoint_of,
     engine_for,
     num_steps,
-    show_log,
     worded_disk_errors,
 )
-from pixelrag.train.loop import Loop, is_finished
-from pixelrag.train.run_state import load_optimizer, load_parameters, read_state
-from pixelrag.train.sinks import check_sinks
+from pixelrag.train.loop import Loop
+from pixelrag.train.run_state import load_optimizer, load_parameters
+from pixelrag.train.start import go_on, run_job
 from pixelrag.train.task import StepReport
 from pixelrag.train.text_file import require_writable
 
@@ -46,11 +45,7 @@ def main(config: ContrastiveConfig) -> int:
     Raises:
         PixelragError: see the message; raised before the model is loaded where possible.
     """
-    check_sinks([n for n in ("tensorboard", "wandb", "trackio") if getattr(config.logging, n)])
-    show_log(read_ranks()[0])
-    with process_group(config.engine.device, config.engine.timeout_seconds) as world:
-        train(config, world)
-    return 0
+    return run_job(config, train)
 
 
 def train(config: ContrastiveConfig, world: World) -> dict[str, Any]:
@@ -73,15 +68,14 @@ def train(config: ContrastiveConfig, world: World) -> dict[str, Any]:
         )
         # Before a large model is loaded in vain.
         require_writable(output)
-    state = None
-    if checkpoint is not None:
-        state = from_main(lambda: read_state(checkpoint, config))
-        with together():
-            _go_on_at(state.position, sampler, dataset, checkpoint)
-        if state.step >= total_steps and from_main(lambda: is_finished(output, state.step)):
-            logger.info("%s has all %d steps; nothing to do", checkpoint, total_steps)
-            return {"step": state.step}
-        logger.info("resuming from %s, step %d of %d", checkpoint, state.step, total_steps)
+    state, ended = go_on(
+        config,
+        checkpoint,
+        total_steps,
+        lambda position: _go_on_at(position, sampler, dataset, checkpoint),
+    )
+    if ended:
+        return {"step": state.step}
     task = ContrastiveTask(config, world, dataset, held_out, sampler, checkpoint)
     _say_arithmetic(config, world, len(dataset), total_steps)
     return Loop(task, config, world, total_steps, state).run()

@@ -16,7 +16,7 @@ from pixelrag.data.packed_batch import PackedCollator, PackedStep, PackedSteps
 from pixelrag.data.packed_sampler import PackedSampler
 from pixelrag.data.step_loader import load_steps
 from pixelrag.distributed.collectives import from_main, sum_over_ranks
-from pixelrag.distributed.env import World, process_group, read_ranks
+from pixelrag.distributed.env import World
 from pixelrag.distributed.together import together
 from pixelrag.engine import Engine
 from pixelrag.export.causal import export_causal
@@ -34,12 +34,11 @@ from pixelrag.train.job import (
     checkpoint_of,
     engine_for,
     num_steps,
-    show_log,
     worded_disk_errors,
 )
-from pixelrag.train.loop import Loop, is_finished
-from pixelrag.train.run_state import load_optimizer, load_parameters, read_state
-from pixelrag.train.sinks import check_sinks
+from pixelrag.train.loop import Loop
+from pixelrag.train.run_state import load_optimizer, load_parameters
+from pixelrag.train.start import go_on, run_job
 from pixelrag.train.task import StepReport
 from pixelrag.train.text_file import require_writable
 from pixelrag.train.watch import Watch
@@ -53,11 +52,7 @@ def main(config: DistillConfig) -> int:
     Raises:
         PixelragError: see the message; raised before weights are loaded where possible.
     """
-    check_sinks([n for n in ("tensorboard", "wandb", "trackio") if getattr(config.logging, n)])
-    show_log(read_ranks()[0])
-    with process_group(config.engine.device, config.engine.timeout_seconds) as world:
-        train(config, world)
-    return 0
+    return run_job(config, train)
 
 
 def train(config: DistillConfig, world: World) -> dict[str, Any]:
@@ -83,15 +78,9 @@ def train(config: DistillConfig, world: World) -> dict[str, Any]:
             world.world_size,
         )
         total_steps = num_steps(config, sampler.batches_per_epoch)
-    state = None
-    if checkpoint is not None:
-        state = from_main(lambda: read_state(checkpoint, config))
-        with together():
-            sampler.load_state_dict(state.position)
-        if state.step >= total_steps and from_main(lambda: is_finished(output, state.step)):
-            logger.info("%s has all %d steps; nothing to do", checkpoint, total_steps)
-            return {"step": state.step}
-        logger.info("resuming from %s, step %d of %d", checkpoint, state.step, total_steps)
+    state, ended = go_on(config, checkpoint, total_steps, sampler.load_state_dict)
+    if ended:
+        return {"step": state.step}
     task = DistillTask(config, world, contract, tokenizer, data, sampler, checkpoint)
     _say_arithmetic(config, world, sampler, total_steps)
     try:

@@ -7,7 +7,6 @@ answers and on what it found for them.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,15 @@ import numpy as np
 from pixelrag.config.contrastive import ContrastiveConfig
 from pixelrag.config.distill import DistillConfig
 from pixelrag.config.rag import RagConfig
+from pixelrag.console import say
 from pixelrag.distributed.collectives import from_main
-from pixelrag.distributed.env import World, process_group, read_ranks
+from pixelrag.distributed.env import World
 from pixelrag.errors import CheckpointError, ConfigError
 from pixelrag.evaluate.bootstrap import bootstrap_interval
 from pixelrag.evaluate.pairs import PairEvaluation
 from pixelrag.train import distill, rag
 from pixelrag.train.contrastive import build_biencoder, build_evaluator
-from pixelrag.train.job import engine_for, show_log
+from pixelrag.train.job import engine_for, world_of
 
 
 def main(config: ContrastiveConfig | DistillConfig | RagConfig, own: Mapping[str, str]) -> int:
@@ -41,8 +41,7 @@ def main(config: ContrastiveConfig | DistillConfig | RagConfig, own: Mapping[str
     taught = isinstance(config, DistillConfig)
     if not config.data.eval and not (taught and config.data.eval_samples):
         raise ConfigError("data.eval: got no files; name the held-out rows to evaluate on")
-    show_log(read_ranks()[0])
-    with process_group(config.engine.device, config.engine.timeout_seconds) as world:
+    with world_of(config) as world:
         if isinstance(config, RagConfig):
             answered = rag.evaluate(config, world)
             figures, model = answered.figures, config.generator.name_or_path
@@ -63,8 +62,7 @@ def main(config: ContrastiveConfig | DistillConfig | RagConfig, own: Mapping[str
             per_query = {name: values.tolist() for name, values in evaluation.per_query.items()}
             details, lines = {"per_query": per_query}, _lines(figures, evaluation.per_query)
         if world.is_main:
-            sys.stdout.write("\n".join(lines) + "\n")
-            sys.stdout.flush()
+            say("\n".join(lines))
         if "output" in own:
             data = list(config.data.eval or config.data.train)
             content = {"model": model, "data": data, "figures": figures, **details}

@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import nn
 
 from pixelrag.config.base import JobConfig
-from pixelrag.distributed.env import World
+from pixelrag.distributed.env import World, process_group, read_ranks
 from pixelrag.distributed.together import together
 from pixelrag.engine import Engine, build_engine
 from pixelrag.errors import CheckpointError, PixelragError
@@ -33,6 +33,14 @@ def show_log(rank: int) -> None:
     logger.setLevel(logging.INFO if rank == 0 else logging.ERROR)
     # Hub and tokenizer chatter of every rank would bury it.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@contextlib.contextmanager
+def world_of(config: JobConfig) -> Iterator[World]:
+    """The process group that the configuration describes, and a log of what is done in it."""
+    show_log(read_ranks()[0])
+    with process_group(config.engine.device, config.engine.timeout_seconds) as world:
+        yield world
 
 
 def checkpoint_of(config: JobConfig) -> Path | None:

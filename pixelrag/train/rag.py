@@ -14,7 +14,7 @@ from pixelrag.config.rag import RagConfig
 from pixelrag.data.questions import Question
 from pixelrag.data.sampler import GlobalBatchSampler
 from pixelrag.distributed.collectives import from_main
-from pixelrag.distributed.env import World, process_group, read_ranks
+from pixelrag.distributed.env import World
 from pixelrag.distributed.together import together
 from pixelrag.errors import CheckpointError
 from pixelrag.export.rag import export_rag
@@ -25,16 +25,15 @@ from pixelrag.train.job import (
     checkpoint_of,
     engine_for,
     num_steps,
-    show_log,
     worded_disk_errors,
 )
-from pixelrag.train.loop import Loop, is_finished
+from pixelrag.train.loop import Loop
 from pixelrag.train.rag_data import RagData, build_parts, check_rows, open_data
 from pixelrag.train.rag_eval import RagEvaluation, RagEvaluator
 from pixelrag.train.rag_index import KnowledgeBase
 from pixelrag.train.rag_retrieve import RagCollator, Retriever
-from pixelrag.train.run_state import RunState, load_optimizer, load_parameters, read_state
-from pixelrag.train.sinks import check_sinks
+from pixelrag.train.run_state import RunState, load_optimizer, load_parameters
+from pixelrag.train.start import go_on, run_job
 from pixelrag.train.task import StepReport
 from pixelrag.train.text_file import require_writable
 
@@ -47,11 +46,7 @@ def main(config: RagConfig) -> int:
     Raises:
         PixelragError: see the message; raised before weights are loaded where possible.
     """
-    check_sinks([n for n in ("tensorboard", "wandb", "trackio") if getattr(config.logging, n)])
-    show_log(read_ranks()[0])
-    with process_group(config.engine.device, config.engine.timeout_seconds) as world:
-        train(config, world)
-    return 0
+    return run_job(config, train)
 
 
 def train(config: RagConfig, world: World) -> dict[str, Any]:
@@ -73,15 +68,14 @@ def train(config: RagConfig, world: World) -> dict[str, Any]:
         total_steps = num_steps(
             config, sampler.batches_per_epoch / config.batch.gradient_accumulation_steps
         )
-    state = None
-    if checkpoint is not None:
-        state = from_main(lambda: read_state(checkpoint, config))
-        with together():
-            _go_on_at(state.position, sampler, data, checkpoint)
-        if state.step >= total_steps and from_main(lambda: is_finished(output, state.step)):
-            logger.info("%s has all %d steps; nothing to do", checkpoint, total_steps)
-            return {"step": state.step}
-        logger.info("resuming from %s, step %d of %d", checkpoint, state.step, total_steps)
+    state, ended = go_on(
+        config,
+        checkpoint,
+        total_steps,
+        lambda position: _go_on_at(position, sampler, data, checkpoint),
+    )
+    if ended:
+        return {"step": state.step}
     task = RagTask(config, world, data, sampler, checkpoint, state)
     _say_arithmetic(config, world, data, total_steps)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pixelrag.config.distill import DistillConfig
-from pixelrag.distributed.env import World, process_group, read_ranks
+from pixelrag.distributed.env import World, read_ranks
 from pixelrag.errors import ConfigError
 from pixelrag.models.causal_load import load_tokenizer, student_source
 from pixelrag.models.state_codec import CODECS
@@ -13,7 +13,7 @@ from pixelrag.models.teacher import load_teacher
 from pixelrag.models.teacher_channel import Greeting, TeacherServer
 from pixelrag.models.wire import is_path
 from pixelrag.train.distill_models import agree_on_models
-from pixelrag.train.job import show_log
+from pixelrag.train.job import world_of
 
 
 def main(config: DistillConfig, own: Mapping[str, str]) -> int:
@@ -36,11 +36,10 @@ def main(config: DistillConfig, own: Mapping[str, str]) -> int:
         raise ConfigError(f"--listen: got port {port}, expected 0 to 65535")
     if config.teacher.source != "live":
         raise ConfigError(f"teacher.source: got {config.teacher.source}, expected live")
-    rank, world_size, _ = read_ranks()
+    _, world_size, _ = read_ranks()
     if world_size > 1:
         raise ConfigError(f"got {world_size} processes, expected one to serve a teacher")
-    show_log(rank)
-    with process_group(config.engine.device, config.engine.timeout_seconds) as world:
+    with world_of(config) as world:
         server = build_server(config, world, own["listen"], codec)
         try:
             server.serve()

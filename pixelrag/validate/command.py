@@ -3,7 +3,7 @@
 from pixelrag.config.contrastive import ContrastiveConfig
 from pixelrag.config.distill import DistillConfig
 from pixelrag.config.rag import RagConfig
-from pixelrag.validate.say import say
+from pixelrag.console import say
 
 
 def main(config: ContrastiveConfig | DistillConfig | RagConfig) -> int:

@@ -1,8 +1,8 @@
 """Every row of a contrastive job's data, images opened."""
 
 from pixelrag.config.contrastive import ContrastiveConfig
+from pixelrag.console import say
 from pixelrag.errors import DataError
-from pixelrag.validate.say import say
 
 
 def check(config: ContrastiveConfig) -> int:

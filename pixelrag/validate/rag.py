@@ -1,10 +1,10 @@
 """A RAG job: every passage and question, and the generator's small files. No weights."""
 
 from pixelrag.config.rag import RagConfig
+from pixelrag.console import say
 from pixelrag.data.passages import PassageStore
 from pixelrag.data.questions import QuestionDataset
 from pixelrag.errors import DataError, PixelragError
-from pixelrag.validate.say import say
 
 
 def check(config: RagConfig) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pixelrag.config.distill import DistillConfig
+from pixelrag.console import say
 from pixelrag.data.text_data import read_texts
 from pixelrag.data.text_encoder import TextEncoder
 from pixelrag.data.token_store import TokenStore
@@ -21,7 +22,6 @@ from pixelrag.train.distill_data import (
 )
 from pixelrag.train.distill_models import agree_on_models, check_cache
 from pixelrag.train.job import num_steps
-from pixelrag.validate.say import say
 
 
 def check(config: DistillConfig) -> int:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from pixelrag.console import say
 from pixelrag.verify.cases import BARS, ENGINES, MODALITIES, Case, build_matrix
 
 WORKER = "pixelrag.verify.worker:run_cases"
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     outcomes = run(options)
     failed = [o for o in outcomes if not o["passed"]]
     if not options.json and _is_main():
-        _say(_summary(outcomes, failed, time.monotonic() - started))
+        say(_summary(outcomes, failed, time.monotonic() - started))
     return 1 if failed else 0
 
 
@@ -128,10 +128,10 @@ def _print(outcomes: list[dict], *, as_json: bool) -> None:
         return
     for outcome in outcomes:
         if as_json:
-            _say(json.dumps(outcome))
+            say(json.dumps(outcome))
             continue
         case = Case(**{name: outcome[name] for name in Case.__slots__})
-        _say(
+        say(
             f"{'ok  ' if outcome['passed'] else 'MISS'} {case.label()} "
             f"error {outcome['relative_error']:.1e}  norm ratio 1{outcome['norm_ratio'] - 1:+.1e}  "
             f"temperature {outcome['temperature_error']:.1e}  "
@@ -139,12 +139,7 @@ def _print(outcomes: list[dict], *, as_json: bool) -> None:
             f"{outcome['num_collectives']} collectives"
         )
         for problem in outcome["problems"]:
-            _say(f"     {problem}")
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
+            say(f"     {problem}")
 
 
 def _summary(outcomes: list[dict], failed: list[dict], seconds: float) -> str:

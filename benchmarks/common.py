@@ -72,7 +72,7 @@ def ddp_engine(module: BiEncoder) -> Engine:
 def pair_rows(queries: Sequence[str], documents: Sequence[str]) -> list[PairRow]:
     """Rows without hard negatives, as `PairDataset` would hold them."""
     return [
-        PairRow(query, Document.of_text(document), (), f"row {index}")
+        PairRow(query, (Document.of_text(document),), (), f"row {index}")
         for index, (query, document) in enumerate(zip(queries, documents, strict=True))
     ]
 

@@ -85,7 +85,7 @@ def pixelrag_candidate(work: Workload) -> Candidate:
         queries, documents = (
             split_batch(side, work.chunk) for side in (batch.queries, batch.documents)
         )
-        return gradcache_step(engine, queries, documents, batch.positive_B).loss
+        return gradcache_step(engine, queries, documents, batch.positive_BK[:, 0]).loss
 
     return Candidate(module, gradient, lambda: engine.step(common.MAX_NORM))
 

@@ -148,7 +148,7 @@ def corpus_of(rows: Iterable[PairRow]) -> list[Document]:
     """Every distinct document of the rows, positives and negatives, in order of appearance."""
     distinct: dict[str, Document] = {}
     for row in rows:
-        for document in (row.positive, *row.negatives):
+        for document in row.documents:
             distinct.setdefault(document.key, document)
     return list(distinct.values())
 
@@ -240,10 +240,11 @@ def _read(
                 if isinstance(row, RowError):
                     lines.append(_Line(name, number, None, row.reasons, row.images))
                     continue
-                used = [row.positive, *row.negatives[:num_hard_negatives]]
-                used = [shared.setdefault(document.key, document) for document in used]
+                used = [*row.positives, *row.negatives[:num_hard_negatives]]
+                used = tuple(shared.setdefault(document.key, document) for document in used)
                 images = [document.image for document in used if document.image]
-                row = PairRow(row.query, used[0], tuple(used[1:]), row.sample_id)
+                count = len(row.positives)
+                row = PairRow(row.query, used[:count], used[count:], row.sample_id)
                 lines.append(_Line(name, number, row, [], images))
         except DataError as error:
             faults.append(str(error))
@@ -269,7 +270,7 @@ def _check(
         reasons = line.reasons + reasons
         bad += [BadRow(line.file, line.number, reason) for reason in reasons]
         if line.row and not reasons:
-            documents |= {document.key for document in (line.row.positive, *line.row.negatives)}
+            documents |= {document.key for document in line.row.documents}
     return DataReport(len(lines), len(documents), bad, fingerprint)
 
 

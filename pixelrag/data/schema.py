@@ -5,7 +5,13 @@ A row asks for one document and may name documents that look right and are not:
     {"query": "...", "chunk_path": "tiles/7.png", "neg_chunk_paths": ["tiles/9.png"]}
     {"query": "...", "passage": "...",            "neg_passages": ["..."]}
 
-Both kinds may stand in one file. Paths are relative to the file they stand in. `null`, `[]` and a
+A query with several right answers names the others beside the first, of either kind; they may all
+be found, and none of them is another's negative:
+
+    {"query": "...", "chunk_path": "tiles/7.png", "pos_chunk_paths": ["tiles/8.png"],
+     "pos_passages": ["..."], "neg_chunk_paths": ["tiles/9.png"]}
+
+All kinds may stand in one file. Paths are relative to the file they stand in. `null`, `[]` and a
 missing key all mean "none". Every other key is ignored, so that PixelRAG's own files (which also
 carry `source_dataset`, `retrieve_top20`, `positive_score`, ...) are read as they are.
 
@@ -25,7 +31,9 @@ from pixelrag.errors import DataError
 BOM = b"\xef\xbb\xbf"
 # JSON can spell characters that no tokenizer, file system or UTF-8 encoder takes.
 _UNUSABLE = re.compile("[\x00\ud800-\udfff]")
-_KEYS = ("query", "passage", "chunk_path", "neg_passages", "neg_chunk_paths")
+_POSITIVES = ("pos_passages", "pos_chunk_paths")
+_NEGATIVES = (("neg_passages", "passage"), ("neg_chunk_paths", "chunk_path"))
+_KEYS = ("query", "passage", "chunk_path", "neg_passages", "neg_chunk_paths", *_POSITIVES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +68,26 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class PairRow:
-    """A query, the document that answers it, and the hard negatives in the order of the file.
+    """A query, the documents that answer it (mostly one), and its hard negatives.
 
-    `sample_id` ("train.jsonl:12", lines counted from 1) is what errors name.
+    Each in the order of the file. `sample_id` ("train.jsonl:12", lines counted from 1) is what
+    errors name.
     """
 
     query: str
-    positive: Document
+    positives: tuple[Document, ...]
     negatives: tuple[Document, ...]
     sample_id: str
+
+    @property
+    def positive(self) -> Document:
+        """The first of the documents that answer the query."""
+        return self.positives[0]
+
+    @property
+    def documents(self) -> tuple[Document, ...]:
+        """Positives, then negatives."""
+        return self.positives + self.negatives
 
 
 class RowError(DataError):
@@ -133,7 +152,7 @@ def parse_row(obj: object, file: Path, line: int, *, label: str | None = None) -
         line: its line number, from 1.
         label: name of the file in `sample_id` (default: the file's own name).
 
-    Negatives named twice in a row are kept once, since the second would only double the weight of
+    A document named twice in a row is kept once, since the second would only double the weight of
     the first in the softmax.
 
     Raises:
@@ -147,7 +166,10 @@ def parse_row(obj: object, file: Path, line: int, *, label: str | None = None) -
     passage, chunk_path = obj.get("passage"), obj.get("chunk_path")
     positive: Document | None = None
     if passage is not None and chunk_path is not None:
-        reasons.append("has both passage and chunk_path; a row has one positive document")
+        reasons.append(
+            "has both passage and chunk_path; name one, and further positives in "
+            + " or ".join(_POSITIVES)
+        )
     elif passage is None and chunk_path is None:
         keys = ", ".join(map(_show, list(obj)[:12])) or "no key at all"
         reasons.append(f"has neither passage nor chunk_path; it has {keys}")
@@ -160,19 +182,23 @@ def parse_row(obj: object, file: Path, line: int, *, label: str | None = None) -
         meant = difflib.get_close_matches(str(key), _KEYS, n=1, cutoff=0.85)
         if key not in _KEYS and meant and meant[0] not in obj:
             reasons.append(f"has a key {_show(key)}; did you mean {meant[0]}?")
+    positives = {} if positive is None else {positive.key: positive}
+    for name in _POSITIVES:
+        found = _documents(obj.get(name), name, file, reasons)
+        positives |= {document.key: document for document in found}
     negatives: dict[str, Document] = {}
-    for name, partner in (("neg_passages", "passage"), ("neg_chunk_paths", "chunk_path")):
-        found = _negatives(obj.get(name), name, file, reasons)
+    for name, partner in _NEGATIVES:
+        found = _documents(obj.get(name), name, file, reasons)
         if found and obj.get(partner) is None:
             reasons.append(f"has {name} without {partner}; the two go together")
         negatives |= {document.key: document for document in found}
-    if positive is not None and positive.key in negatives:
+    if positives.keys() & negatives.keys():
         reasons.append("names its positive document among its negatives")
-    if reasons or query is None or positive is None:
-        named = [positive, *negatives.values()]
-        images = [document.image for document in named if document and document.image]
-        raise RowError(where, reasons, images)
-    return PairRow(query, positive, tuple(negatives.values()), f"{label or file.name}:{line}")
+    if reasons or query is None:
+        named = [*positives.values(), *negatives.values()]
+        raise RowError(where, reasons, [document.image for document in named if document.image])
+    sample_id = f"{label or file.name}:{line}"
+    return PairRow(query, tuple(positives.values()), tuple(negatives.values()), sample_id)
 
 
 def parse_corpus_entry(obj: object, file: Path, line: int) -> tuple[str, Document]:
@@ -205,12 +231,12 @@ def _document(value: object, name: str, file: Path, reasons: list[str]) -> Docum
     text = usable_text(value, name, reasons)
     if text is None:
         return None
-    if name.startswith(("chunk_path", "neg_chunk_paths")):
+    if "chunk_path" in name:
         return Document.of_image(file.parent / text)
     return Document.of_text(text)
 
 
-def _negatives(value: object, name: str, file: Path, reasons: list[str]) -> list[Document]:
+def _documents(value: object, name: str, file: Path, reasons: list[str]) -> list[Document]:
     if value is None:
         return []
     if not isinstance(value, list):

@@ -23,7 +23,8 @@ class PairBatch:
     Attributes:
         queries: inputs of [B] queries.
         documents: inputs of [M] documents, positives and hard negatives in any order.
-        positive_B: [B] int64, the document that answers each query.
+        positive_BK: [B, K] int64, the documents that answer each query, padded with -1; K is 1
+            where no row of the batch has several.
         num_real_queries: B, or 0 where the one row only fills the rank's place.
         query_ids: sample id of each query.
         document_ids: sample id of the row that each document belongs to.
@@ -31,7 +32,7 @@ class PairBatch:
 
     queries: dict[str, torch.Tensor]
     documents: dict[str, torch.Tensor]
-    positive_B: torch.Tensor
+    positive_BK: torch.Tensor
     num_real_queries: int
     query_ids: list[str]
     document_ids: list[str]
@@ -54,17 +55,19 @@ class PairCollator(Dataset):
         rows.sort(key=lambda row: len(row.query))
         documents: list[tuple[Document, str, int | None]] = []
         for position, row in enumerate(rows):
-            documents.append((row.positive, row.sample_id, position))
+            documents += [(positive, row.sample_id, position) for positive in row.positives]
             documents += [(negative, row.sample_id, None) for negative in row.negatives]
         documents.sort(key=lambda entry: document_length(entry[0]))
-        positive_B = torch.empty(len(rows), dtype=torch.int64)
+        positives: list[list[int]] = [[] for _ in rows]
         for index, (_, _, position) in enumerate(documents):
             if position is not None:
-                positive_B[position] = index
+                positives[position].append(index)
+        most = max(map(len, positives))
+        padded = [found + [-1] * (most - len(found)) for found in positives]
         return PairBatch(
             queries=self._preprocessor.queries([row.query for row in rows]),
             documents=self._preprocessor.documents([entry[0] for entry in documents]),
-            positive_B=positive_B,
+            positive_BK=torch.tensor(padded),
             num_real_queries=len(indices),
             query_ids=[row.sample_id for row in rows],
             document_ids=[entry[1] for entry in documents],

@@ -151,7 +151,7 @@ class ContrastiveTask:
             self.engine,
             split_batch(batch.queries, chunk_size),
             split_batch(batch.documents, chunk_size),
-            batch.positive_B,
+            batch.positive_BK[:, 0],
             num_real_queries=batch.num_real_queries,
             weight=weight,
             last=last,

@@ -36,7 +36,14 @@ def open_dataset(config: ContrastiveConfig, paths: list[str]) -> PairDataset:
 
     report = DataReport.from_json(from_main(check))
     with together():
-        return PairDataset(paths, config.data.bad_rows, cap, report=report)
+        dataset = PairDataset(paths, config.data.bad_rows, cap, report=report)
+        for row in dataset:
+            if len(row.positives) > 1:
+                raise DataError(
+                    f"{row.sample_id}: has several positives, and the loss knows one; remove "
+                    "pos_passages and pos_chunk_paths"
+                )
+        return dataset
 
 
 def open_held_out(config: ContrastiveConfig) -> HeldOut | None:
@@ -59,7 +66,7 @@ def require_text(rows: Iterable[PairRow]) -> None:
         DataError: names the first.
     """
     for row in rows:
-        for document in (row.positive, *row.negatives):
+        for document in row.documents:
             if document.image is not None:
                 raise DataError(
                     f"{row.sample_id}: document {document.image} is an image, but the model reads "

@@ -66,6 +66,29 @@ def test_a_negative_named_twice_counts_once():
     assert [negative.text for negative in row.negatives] == ["b", "a"]
 
 
+def test_several_positives_of_either_kind_keep_their_order_and_count_once():
+    row = parse(
+        {
+            "query": "q",
+            "chunk_path": "7.png",
+            "pos_passages": ["b", "a", "b"],
+            "pos_chunk_paths": ["7.png", "8.png"],
+            "neg_chunk_paths": ["9.png"],
+        }
+    )
+    named = [document.text or document.image.name for document in row.positives]
+    assert named == ["7.png", "b", "a", "8.png"]
+    assert row.positive is row.positives[0]
+    assert row.documents == row.positives + row.negatives
+
+
+def test_no_positive_may_stand_among_the_negatives():
+    row = {"query": "q", "passage": "a", "pos_passages": ["b"], "neg_passages": ["b"]}
+    assert faults(row) == ["names its positive document among its negatives"]
+    row |= {"pos_passages": "b"}
+    assert faults(row) == ['pos_passages is a list of strings, got a string ("b")']
+
+
 def test_key_is_one_a_document_and_tells_text_from_path():
     assert Document.of_text("a").key == Document.of_text("a").key
     assert Document.of_image("/d/a/../x.png").key == Document.of_image("/d/x.png").key

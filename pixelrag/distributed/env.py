@@ -13,11 +13,12 @@ import datetime
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
+from pixelrag.distributed.whereabouts import Position, watched
 from pixelrag.errors import EngineError
 
 logger = logging.getLogger("pixelrag")
@@ -31,6 +32,8 @@ class World:
     world_size: int
     local_rank: int
     device: torch.device
+    position: Position = field(default_factory=Position, compare=False)
+    """Where this rank stands; see `whereabouts`."""
 
     @property
     def is_main(self) -> bool:
@@ -113,6 +116,9 @@ def process_group(device: str = "auto", timeout_seconds: float = 600.0) -> Itera
     Args:
         device: ``auto``, ``cpu`` or ``cuda``.
         timeout_seconds: after this long a collective that a rank never joined raises.
+
+    Raises:
+        EngineError: a collective failed; names the ranks that are missing, and where each stands.
     """
     rank, world_size, local_rank = read_ranks()
     place = choose_device(device, local_rank)
@@ -122,7 +128,9 @@ def process_group(device: str = "auto", timeout_seconds: float = 600.0) -> Itera
     if owned:
         _init(rank, world_size, place, timeout_seconds)
     try:
-        yield World(dist.get_rank(), dist.get_world_size(), local_rank, place)
+        world = World(dist.get_rank(), dist.get_world_size(), local_rank, place)
+        with watched(world.position, timeout_seconds) if owned else contextlib.nullcontext():
+            yield world
     finally:
         if owned and dist.is_initialized():
             dist.destroy_process_group()

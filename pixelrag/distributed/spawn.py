@@ -21,7 +21,7 @@ from typing import Any
 from pixelrag.errors import EngineError
 
 # After one rank failed, the others get this long to fail by themselves and say why.
-_GRACE_SECONDS = 3.0
+_GRACE_SECONDS = 8.0
 
 
 def run_workers(

@@ -130,16 +130,20 @@ class Loop:
         set_learning_rate(self._task.engine.optimizer, rate)
         seed_step(self._config.seed, step, self._world.rank)
         count = self._task.batches_per_step
+        move = self._world.position.move
         ids: list[str] = []
         reports: list[StepReport] = []
         for index in range(count):
+            move("gathering a batch", step)
             with together():
                 batch = self._task.next_batch()
             ids += self._task.sample_ids(batch)
+            move("forward and backward")
             report = self._task.accumulate(batch, weight=1.0 / count, last=index == count - 1)
             if not math.isfinite(report.loss):
                 self._not_finite(step, f"loss is {report.loss}", report.suspects, ids)
             reports.append(report)
+        move("update")
         norm = self._task.engine.step(optim.max_grad_norm)
         if not math.isfinite(norm):
             self._not_finite(step, f"gradient norm is {norm} (the loss is finite)", [], ids)
@@ -188,6 +192,7 @@ class Loop:
     def _evaluate(
         self, step: int, writer: MetricsWriter, view: ProgressView, *, may_be_best: bool = True
     ) -> None:
+        self._world.position.move("evaluation", step)
         with self._throughput.excluded():
             figures = self._task.evaluate()
             if not figures:
@@ -213,6 +218,7 @@ class Loop:
             self._save(step, writer, view)
 
     def _save(self, step: int, writer: MetricsWriter, view: ProgressView) -> None:
+        self._world.position.move("saving a checkpoint", step)
         with self._throughput.excluded():
             with together():
                 writer.sync()
@@ -251,6 +257,7 @@ class Loop:
     def _finish(self, step, started, writer, view) -> dict[str, Any]:
         # A run that died after its last checkpoint resumes here, its figures already recorded.
         self._last_figures = self._last_figures or self._task.evaluate()
+        self._world.position.move("exporting the model", step)
         self._task.export(self._output / "last")
         summary = {
             "step": step,

@@ -54,6 +54,10 @@ COMMANDS = {
         "prove on this machine that the gradients are those of the full batch",
         "pixelrag.verify.command",
     ),
+    "launch-check": Command(
+        "look at every host, device and path of the cluster before a run",
+        "pixelrag.launch_check.command",
+    ),
     "eval": Command(
         "measure a model on held-out data without training",
         "pixelrag.train.evaluate",

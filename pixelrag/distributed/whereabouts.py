@@ -13,6 +13,7 @@ Either way one message names the ranks that are missing, and the step and phase 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import logging
 import os
@@ -34,6 +35,7 @@ _BEAT_SECONDS = 1.0
 _LISTEN_BEATS = 3
 # How long a rank that lost its peers waits for one of them to have posted why.
 _REASON_SECONDS = 1.0
+_STORE_SECONDS = 10
 # After the report the collective gets this long to fail by itself.
 _GRACE_SECONDS = 20.0
 _COMMUNICATION = ("gloo", "nccl", "connection closed", "connection reset", "timed out", "tcpstore")
@@ -95,6 +97,8 @@ class Watch:
     ) -> None:
         # Its own connection: the main thread may hold the group's while it waits.
         self._store = store.clone()
+        # A link that is cut answers nothing at all.
+        self._store.set_timeout(datetime.timedelta(seconds=_STORE_SECONDS))
         self._rank = rank
         self._world_size = world_size
         self._position = position
@@ -107,6 +111,7 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="pixelrag-watch", daemon=True)
 
     def __enter__(self) -> Watch:
+        self._beat()
         self._thread.start()
         return self
 
@@ -123,7 +128,8 @@ class Watch:
     def explain(self, error: BaseException) -> EngineError:
         """Turn a collective's failure into a message that names ranks, steps and phases."""
         mine = self._post()
-        first = str(error).strip().splitlines()[0][:300] if str(error).strip() else "no message"
+        # gloo's advice behind its first sentence is of no use to a trainer's user.
+        first = (str(error).strip().splitlines() or ["no message"])[0].split(". ")[0][:300]
         try:
             reasons = self._reasons()
             posts, silent = ({}, []) if reasons else self._listen()
@@ -140,8 +146,8 @@ class Watch:
                 "again; it resumes from its last checkpoint"
             )
         return EngineError(
-            f"rank {self._rank}: a collective failed ({first}). {self._describe(posts, silent)} Start the "
-            "job again; it resumes from its last checkpoint"
+            f"rank {self._rank}: a collective failed ({first}). {self._describe(posts, silent)} "
+            "Start the job again; it resumes from its last checkpoint"
         )
 
     def _run(self) -> None:

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TextIO
 
 from torch import nn
 
@@ -23,22 +24,40 @@ from pixelrag.train.optimizer import adamw
 logger = logging.getLogger("pixelrag")
 
 
-def show_log(rank: int) -> None:
-    """Let rank 0 tell what pixelrag does; other ranks speak only of errors."""
+def show_log(rank: int, log_dir: Path | None = None) -> None:
+    """Let rank 0 tell what pixelrag does on the terminal; other ranks show errors alone there.
+
+    Args:
+        rank: this process's rank.
+        log_dir: where ranks other than 0 write what they have to say, each to a file of its own.
+    """
     if not logger.handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        logger.addHandler(handler)
+        terminal = logging.StreamHandler(sys.stderr)
+        terminal.setFormatter(logging.Formatter("%(message)s"))
+        terminal.setLevel(logging.INFO if rank == 0 else logging.ERROR)
+        logger.addHandler(terminal)
         logger.propagate = False
-    logger.setLevel(logging.INFO if rank == 0 else logging.ERROR)
+        if rank != 0 and log_dir is not None:
+            own = _RankLog(log_dir / f"rank-{rank:05}.log", encoding="utf-8", delay=True)
+            own.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+            logger.addHandler(own)
+    logger.setLevel(logging.INFO)
     # Hub and tokenizer chatter of every rank would bury it.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+class _RankLog(logging.FileHandler):
+    """Makes its folder with its first line: a refused job leaves none behind."""
+
+    def _open(self) -> TextIO:
+        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+        return super()._open()
 
 
 @contextlib.contextmanager
 def world_of(config: JobConfig) -> Iterator[World]:
     """The process group that the configuration describes, and a log of what is done in it."""
-    show_log(read_ranks()[0])
+    show_log(read_ranks()[0], Path(config.output_dir) / "logs")
     with process_group(config.engine.device, config.engine.timeout_seconds) as world:
         yield world
 

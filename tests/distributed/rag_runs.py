@@ -46,6 +46,29 @@ def make_material(folder: Path) -> None:
     save_tiny_causal(folder / "decoder", "qwen3", texts=texts, hidden_size=16)
 
 
+def flags(folder: Path, output: Path) -> list[str]:
+    """The command line of a short run on `make_material`'s files."""
+    return [
+        f"--output_dir={output}",
+        f"--question_encoder.name_or_path={folder / 'questions'}",
+        f"--generator.name_or_path={folder / 't5'}",
+        f"--knowledge_base.source={folder / 'kb.jsonl'}",
+        f"--data.train={folder / 'train.jsonl'}",
+        f"--data.eval={folder / 'eval.jsonl'}",
+        "--generator.target_max_length=6",
+        "--retrieval.k=3",
+        "--batch.document_chunk_size=3",
+        "--optim.learning_rate=1e-3",
+        "--optim.scheduler=constant",
+        "--optim.warmup_ratio=0",
+        "--optim.max_steps=4",
+        "--index.factory=Flat",
+        "--refresh.nice=0",
+        "--logging.every_steps=1",
+        "--engine.device=cpu",
+    ]
+
+
 def run(world: World, case: dict[str, Any]) -> dict[str, Any]:
     """Train; return the logged figures, the generations, and a hash of the final parameters.
 
@@ -59,26 +82,8 @@ def run(world: World, case: dict[str, Any]) -> dict[str, Any]:
     folder = Path(case["folder"])
     output = folder / f"run-{case['name']}"
     from_main(lambda: shutil.rmtree(output, ignore_errors=True))
-    defaults = [
-        f"--output_dir={output}",
-        f"--question_encoder.name_or_path={folder / 'questions'}",
-        f"--generator.name_or_path={folder / 't5'}",
-        f"--knowledge_base.source={folder / 'kb.jsonl'}",
-        f"--data.train={folder / 'train.jsonl'}",
-        f"--data.eval={folder / 'eval.jsonl'}",
-        "--generator.target_max_length=6",
-        "--retrieval.k=3",
-        f"--batch.per_device_batch_size={8 // world.world_size}",
-        "--batch.document_chunk_size=3",
-        "--optim.learning_rate=1e-3",
-        "--optim.scheduler=constant",
-        "--optim.warmup_ratio=0",
-        "--optim.max_steps=4",
-        "--index.factory=Flat",
-        "--refresh.nice=0",
-        "--logging.every_steps=1",
-        "--engine.device=cpu",
-    ]
+    size = f"--batch.per_device_batch_size={8 // world.world_size}"
+    defaults = [*flags(folder, output), size]
     config, _ = load(RagConfig, [*defaults, *case.get("flags", [])])
     if "stop_at" in case:
         part = config.optim.model_copy(update={"max_steps": case["stop_at"]})

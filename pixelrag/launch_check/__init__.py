@@ -1,0 +1,1 @@
+"""Looks at the cluster before a run does: `pixelrag launch-check`."""

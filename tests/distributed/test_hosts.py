@@ -1,0 +1,187 @@
+"""Several hosts: network namespaces on this machine, started by the launchers that we ship."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks.netns import Host, hosts, missing_requirement
+from tests.distributed import rag_runs
+from tests.train import nursery
+from tests.train.conftest import base, classroom, lesson, shelf  # noqa: F401 - fixtures
+from tests.train.material import command, merged, series
+
+LAUNCHERS = Path(__file__).resolve().parents[2] / "launchers"
+_MISSING = missing_requirement()
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.root,
+    pytest.mark.skipif(_MISSING is not None, reason=f"no hosts can be made here: {_MISSING}"),
+]
+
+
+@pytest.fixture
+def pair():
+    with hosts(2) as made:
+        yield made
+
+
+class Cluster:
+    """One command on every host."""
+
+    def __init__(self, pair: Sequence[Host], launcher: str, arguments: Sequence[str]) -> None:
+        self.hosts = list(pair)
+        self._files = []
+        self.processes = []
+        for rank, host in enumerate(self.hosts):
+            variables = {
+                "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+                "HEAD": pair[0].name,
+                "NODES": str(len(self.hosts)),
+                "PROCESSES": "1",
+                "NODE_RANK": str(rank),
+            }
+            kept = {k: v for k, v in os.environ.items() if "RANK" not in k}
+            process = subprocess.Popen(
+                host.command(str(LAUNCHERS / launcher), *arguments),
+                env=kept | nursery.ENVIRONMENT | variables | self.extra(host),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+            self.processes.append(process)
+
+    def extra(self, host: Host) -> dict[str, str]:
+        return {}
+
+    def wait(self, timeout: float = 150.0) -> list[tuple[int, str]]:
+        """Exit code and output of each host."""
+        deadline = time.monotonic() + timeout
+        ended = []
+        try:
+            for process in self.processes:
+                output, _ = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
+                ended.append((process.returncode, output))
+        finally:
+            for rank in range(len(self.hosts)):
+                self.kill(rank)
+        return ended
+
+    def kill(self, rank: int) -> None:
+        """Everything that a host runs is gone, as if its power were."""
+        pids = subprocess.run(
+            ["ip", "netns", "pids", self.hosts[rank].name], capture_output=True, text=True
+        )
+        for pid in pids.stdout.split():
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def _check(ended: list[tuple[int, str]]) -> None:
+    for rank, (code, output) in enumerate(ended):
+        assert code == 0, f"host {rank} ended with {code}\n{output[-4000:]}"
+
+
+def _alone(arguments: list[str], folder: Path, name: str, *flags: str) -> list[float]:
+    """Losses of the same global batches in one process."""
+    output = folder / "alone"
+    nursery.run([*arguments, f"--output_dir={output}", *flags]).check()
+    return series(output, name)
+
+
+def test_contrastive_by_torchrun(pair, base, tmp_path):  # noqa: F811
+    config = merged(base, {"output_dir": str(tmp_path / "run"), "engine": {"name": "fsdp2"}})
+    arguments = command(tmp_path, config)
+    expected = _alone(arguments, tmp_path, "train/loss")
+    half = ["--batch.per_device_batch_size=4"]
+    _check(Cluster(pair, "torchrun_many_nodes.sh", arguments + half).wait())
+    assert series(tmp_path / "run", "train/loss") == pytest.approx(expected, rel=1e-5)
+    assert (tmp_path / "run" / "logs" / "rank-00001.log").exists()
+
+
+def test_distill_by_deepspeed_without_ssh(pair, lesson, tmp_path, monkeypatch):  # noqa: F811
+    arguments = command(tmp_path, lesson, "distill")
+    expected = _alone(arguments, tmp_path, "train/loss")
+    (tmp_path / "hosts").write_text("".join(f"{host.name} slots=1\n" for host in pair))
+    monkeypatch.setenv("HOSTFILE", str(tmp_path / "hosts"))
+    half = ["--batch.per_device_batch_size=1", "--engine.name=zero2"]
+    _check(Cluster(pair, "deepspeed.sh", arguments + half).wait())
+    assert series(tmp_path / "run", "train/loss") == pytest.approx(expected, rel=1e-5)
+
+
+def test_rag_by_torchrun(pair, tmp_path):
+    rag_runs.make_material(tmp_path)
+    arguments = ["rag", *rag_runs.flags(tmp_path, tmp_path / "run"), "--engine.name=zero3"]
+    whole, half = ([f"--batch.per_device_batch_size={rows}"] for rows in (8, 4))
+    expected = _alone(arguments, tmp_path, "train/loss", *whole)
+    _check(Cluster(pair, "torchrun_many_nodes.sh", arguments + half).wait())
+    assert series(tmp_path / "run", "train/loss") == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_gradient_matrix_holds(pair):
+    arguments = ["verify", "--quick", "--engine", "ddp", "zero3", "fsdp2", "--device", "cpu"]
+    ended = Cluster(pair, "torchrun_many_nodes.sh", arguments).wait()
+    _check(ended)
+    assert "Every case gives the full-batch gradient" in ended[0][1]
+
+
+def test_launch_check_compares_hosts(pair, tmp_path):
+    """The disk is shared here, so a path in /proc stands for one that differs."""
+    arguments = ["launch-check", "--path=/etc/hosts", "--path=/proc/sys/kernel/hostname"]
+    ended = Cluster(pair, "torchrun_many_nodes.sh", [*arguments, "--message-mib=1"]).wait()
+    assert all(code != 0 for code, _ in ended)
+    output = ended[0][1]
+    assert "2 ranks on 2 hosts" in output
+    assert re.search(r"/proc/sys/kernel/hostname: \w+ on rank 0; \w+ on rank 1; expected", output)
+    assert "/etc/hosts: no rank" not in output
+    assert "error: the ranks are not alike" not in ended[1][1]  # told once
+
+
+@pytest.fixture
+def long_run(base, tmp_path):  # noqa: F811
+    """Steps without end, saved every third."""
+    changes = {
+        "output_dir": str(tmp_path / "run"),
+        "optim": {"max_steps": 100_000, "warmup_steps": 1},
+        "checkpoint": {"every_steps": 3},
+        "engine": {"timeout_seconds": 6},
+        "batch": {"per_device_batch_size": 4},
+    }
+    return command(tmp_path, merged(base, changes))
+
+
+def _wait_for_checkpoint(output: Path, cluster: Cluster) -> None:
+    deadline = time.monotonic() + 100
+    while not list(output.glob("checkpoint-*/COMPLETE")):
+        assert time.monotonic() < deadline
+        assert all(p.poll() is None for p in cluster.processes), cluster.wait()
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("fault", ["link", "host"])
+def test_a_host_is_lost(pair, long_run, tmp_path, fault):
+    """The others say who is missing, in time, and the run goes on without it."""
+    output = tmp_path / "run"
+    cluster = Cluster(pair, "torchrun_many_nodes.sh", long_run)
+    _wait_for_checkpoint(output, cluster)
+    lost = time.monotonic()
+    if fault == "link":
+        pair[1].cut()
+    else:
+        cluster.kill(1)
+    code, told = cluster.wait()[0]
+    assert time.monotonic() - lost < 60
+    assert code != 0
+    assert re.search(rf"No sign of life from rank 1 on {pair[1].name} \(step \d+, ", told), told
+    newest = max(int(p.name.split("-")[1]) for p in output.glob("checkpoint-*"))
+    alone = ["--batch.per_device_batch_size=8", f"--optim.max_steps={newest + 2}"]
+    ended = nursery.run([*long_run, *alone]).check()
+    assert f"resuming from {output}/checkpoint-{newest}" in ended.text

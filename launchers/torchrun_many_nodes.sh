@@ -15,5 +15,5 @@ exec torchrun \
   --rdzv_endpoint "$HEAD:${PORT:-29500}" \
   --rdzv_id "${JOB_ID:-pixelrag}" \
   --rdzv_conf "join_timeout=900" \
-  --max_restarts "${MAX_RESTARTS:-0}" \
+  --max_restarts "${MAX_RESTARTS:-0}" ${TORCHRUN_OPTIONS:-} \
   -m pixelrag "$@"

@@ -8,5 +8,5 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 exec torchrun --standalone \
   --nproc_per_node "${PROCESSES:-auto}" \
-  --max_restarts "${MAX_RESTARTS:-0}" \
+  --max_restarts "${MAX_RESTARTS:-0}" ${TORCHRUN_OPTIONS:-} \
   -m pixelrag "$@"

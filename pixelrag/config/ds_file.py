@@ -15,13 +15,14 @@ class DeepSpeedFileError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class DeepSpeedFile:
-    """The parts of a DeepSpeed file that decide `engine.name` and `engine.offload_optimizer`.
+    """The parts of a DeepSpeed file that decide `engine.name`, `offload_optimizer` and `precision`.
 
     None where the file says "auto" or nothing, and so leaves the choice to the job.
     """
 
     stage: int | None
     offload_optimizer: bool | None
+    bf16: bool | None
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -56,7 +57,10 @@ def read_deepspeed_file(path: Path) -> DeepSpeedFile:
         raise DeepSpeedFileError(f"a file with zero_optimization.stage 0 to 3 (it has {stage!r})")
     offload = zero.get("offload_optimizer")
     device = offload.get("device", "auto") if isinstance(offload, dict) else "auto"
+    half = content.get("bf16")
+    enabled = half.get("enabled", "auto") if isinstance(half, dict) else "auto"
     return DeepSpeedFile(
         stage=None if stage == "auto" else stage,
         offload_optimizer=None if device == "auto" else device != "none",
+        bf16=enabled if isinstance(enabled, bool) else None,
     )

@@ -131,7 +131,7 @@ class EngineConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_from_file(cls, value: Any) -> Any:
-        """Take stage and offload from the DeepSpeed file where the job does not give them."""
+        """Take stage, offload and precision from the DeepSpeed file where they are not given."""
         if not isinstance(value, dict) or not isinstance(value.get("deepspeed"), str):
             return value
         try:
@@ -143,6 +143,8 @@ class EngineConfig(Section):
             given["name"] = f"zero{file.stage}"
         if file.offload_optimizer is not None:
             given["offload_optimizer"] = file.offload_optimizer
+        if file.bf16 is not None:
+            given["precision"] = "bf16" if file.bf16 else "fp32"
         return given | value
 
     @field_validator("deepspeed")

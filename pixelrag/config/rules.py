@@ -76,6 +76,13 @@ def engine_conflicts(engine: EngineConfig) -> Iterator[Conflict]:
             f"{engine.deepspeed}, a file {says} it",
             remedy="leave engine.offload_optimizer to the file, or give another file",
         )
+    if file.bf16 is not None and file.bf16 != (engine.precision == "bf16"):
+        yield Conflict(
+            ("engine.precision", "engine.deepspeed"),
+            got=f"engine.precision {engine.precision} with {engine.deepspeed}, a file whose "
+            f"bf16.enabled is {str(file.bf16).lower()}",
+            remedy='leave engine.precision to the file, or set bf16.enabled to "auto" in it',
+        )
 
 
 def resume_conflicts(resume: str) -> Iterator[Conflict]:

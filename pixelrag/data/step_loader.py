@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from pixelrag.data.packed_batch import PackedStep, PackedSteps
+from pixelrag.distributed.cores import bounded_workers
 from pixelrag.errors import DataError, PixelragError
 
 
@@ -25,13 +26,15 @@ def load_steps(
     Args:
         steps: makes a step of its number.
         start: number of the first one, over all epochs.
-        num_workers: processes that prepare steps ahead; 0 = none beside this one.
+        num_workers: processes that prepare steps ahead, at most one a core; 0 = none beside this
+            one.
         prefetch_factor: steps that each of them prepares ahead.
         timeout_seconds: a worker that gives nothing for so long is taken for dead.
 
     Raises:
         DataError: a worker gave nothing for `timeout_seconds`, or died.
     """
+    num_workers = bounded_workers(num_workers)
     if num_workers == 0:
         return (steps[position] for position in itertools.count(start))
     loader = DataLoader(

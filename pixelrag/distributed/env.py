@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from pixelrag.distributed import slurm
+from pixelrag.distributed.cores import set_threads
 from pixelrag.distributed.whereabouts import Position, watched
 from pixelrag.errors import EngineError
 
@@ -63,11 +65,9 @@ def read_ranks(environ: dict[str, str] | None = None) -> tuple[int, int, int]:
         EngineError: a variable is not an integer, or only a part of the set is there.
     """
     env = dict(os.environ) if environ is None else environ
+    slurm.adopt(env)
     rank, world_size = _int_from(env, "RANK"), _int_from(env, "WORLD_SIZE")
     local_rank = _int_from(env, "LOCAL_RANK")
-    if rank is None and world_size is None and "SLURM_PROCID" in env and "SLURM_STEP_ID" in env:
-        rank, world_size = _int_from(env, "SLURM_PROCID"), _int_from(env, "SLURM_NTASKS")
-        local_rank = _int_from(env, "SLURM_LOCALID")
     if rank is None and world_size is None:
         return 0, 1, local_rank or 0
     if rank is None or world_size is None or not 0 <= rank < world_size:
@@ -120,7 +120,9 @@ def process_group(device: str = "auto", timeout_seconds: float = 600.0) -> Itera
     Raises:
         EngineError: a collective failed; names the ranks that are missing, and where each stands.
     """
+    slurm.adopt(os.environ)
     rank, world_size, local_rank = read_ranks()
+    set_threads()
     place = choose_device(device, local_rank)
     if place.type == "cuda":
         torch.cuda.set_device(place)

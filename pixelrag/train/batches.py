@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from pixelrag.data.pairs import PairDataset
 from pixelrag.data.sampler import GlobalBatchSampler
 from pixelrag.data.schema import Document
+from pixelrag.distributed.cores import bounded_workers
 from pixelrag.errors import PixelragError
 from pixelrag.evaluate.pairs import document_length
 from pixelrag.models.preprocess import Preprocessor
@@ -87,9 +88,11 @@ def load_batches(
         dataset: the rows.
         sampler: names this rank's rows of each global batch.
         preprocessor: makes model inputs.
-        num_workers: processes that prepare batches ahead; 0 = none beside this one.
+        num_workers: processes that prepare batches ahead, at most one a core; 0 = none beside this
+            one.
     """
     collator = PairCollator(dataset, preprocessor)
+    num_workers = bounded_workers(num_workers)
     if num_workers == 0:
         return (collator[indices] for indices in sampler)
     loader = DataLoader(

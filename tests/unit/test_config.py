@@ -312,6 +312,12 @@ class TestDeepSpeedFile:
         said = mistakes("--deepspeed", file(text), "--engine.offload_optimizer", "false")
         assert "engine.offload_optimizer false with" in said
 
+    def test_precision_comes_with_the_file(self, file):
+        text = '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}'
+        assert config_of("--deepspeed", file(text)).engine.precision == "bf16"
+        said = mistakes("--deepspeed", file(text), "--engine.precision", "fp32")
+        assert "engine.precision fp32 with" in said
+
     def test_auto_leaves_the_stage_to_the_job(self, file):
         path = file('{"zero_optimization": {"stage": "auto"}}')
         assert config_of("--deepspeed", path, "--engine.name", "zero3").engine.name == "zero3"

@@ -17,7 +17,10 @@ DS_FILES = sorted((ROOT / "ds_configs").glob("*.json"))
 def test_there_are_some():
     assert len(RECIPES) >= 3
     names = [path.stem for path in DS_FILES]
-    assert names == ["zero0", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload"]
+    stage2, stage3 = ([f"zero{z}", f"zero{z}_bf16", f"zero{z}_offload"] for z in (2, 3))
+    assert names == ["zero0", "zero1", *stage2, *stage3]
+    table = (ROOT / "ds_configs" / "README.md").read_text()
+    assert all(f"`{name}.json`" in table for name in names)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -53,8 +56,12 @@ def test_a_deepspeed_file_resolves_without_a_leftover(path: Path, bf16: bool, tm
     from pixelrag.engine.ds_config import read_ds_config, resolve
 
     flags = ["--model.name_or_path=m", "--data.train=t", "--optim.max_steps=1"]
-    precision = f"--engine.precision={'bf16' if bf16 else 'fp32'}"
-    config, _ = load(ContrastiveConfig, [*flags, precision, "--deepspeed", str(path)])
+    bf16 = bf16 or path.stem.endswith("_bf16")
+    precision = [f"--engine.precision={'bf16' if bf16 else 'fp32'}"]
+    if path.stem.endswith("_bf16"):
+        precision = []  # the file says it
+    config, _ = load(ContrastiveConfig, [*flags, *precision, "--deepspeed", str(path)])
+    assert config.engine.precision == ("bf16" if bf16 else "fp32")
     assert config.engine.name == path.stem.partition("_")[0]
     assert config.engine.offload_optimizer == path.stem.endswith("_offload")
     resolved = resolve(

@@ -1,0 +1,90 @@
+"""The launchers' files: what can be known of them without their clusters."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "launchers"
+SCRIPTS = sorted([*FOLDER.glob("*.sh"), *FOLDER.glob("*.sbatch")])
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """Runs a script with stand-ins for the commands that it ends in; gives their command line."""
+
+    def _recorded(script: str, *arguments: str, **variables: str) -> str:
+        for name in ("torchrun", "deepspeed", "srun", "scontrol"):
+            stand_in = tmp_path / name
+            body = "echo node7" if name == "scontrol" else f'echo {name} "$@"; env'
+            stand_in.write_text(f'#!/bin/sh\n[ "$1" = requeue ] && echo requeued $2\n{body}\n')
+            stand_in.chmod(0o755)
+        kept = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        command = ["bash", str(FOLDER / script), *arguments]
+        ended = subprocess.run(
+            command, env=kept | variables, capture_output=True, text=True, check=False
+        )
+        return ended.stdout + ended.stderr
+
+    return _recorded
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_is_well_formed(script):
+    assert os.access(script, os.X_OK)
+    checked = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_one_node(recorded):
+    told = recorded("torchrun_one_node.sh", "rag", "--config", "a b.yaml", PROCESSES="3")
+    assert "torchrun --standalone --nproc_per_node 3 --max_restarts 0 -m pixelrag rag" in told
+    assert "OMP_NUM_THREADS=1" in told
+    assert "OMP_NUM_THREADS=5" in recorded("torchrun_one_node.sh", "rag", OMP_NUM_THREADS="5")
+
+
+def test_many_nodes_want_to_know_where_to_meet(recorded):
+    assert "HEAD: address of the host where the ranks meet" in recorded("torchrun_many_nodes.sh")
+    told = recorded("torchrun_many_nodes.sh", "rag", HEAD="h", NODES="1:4", PORT="5")
+    assert "--nnodes 1:4" in told
+    assert "--rdzv_endpoint h:5" in told
+
+
+def test_deepspeed_in_each_of_its_ways(recorded):
+    assert "deepspeed --module pixelrag rag" in recorded("deepspeed.sh", "rag")
+    told = recorded("deepspeed.sh", "rag", HOSTFILE="f", LAUNCHER="openmpi")
+    assert "deepspeed --hostfile f --master_port 29500 --launcher openmpi --module" in told
+    told = recorded("deepspeed.sh", "rag", HOSTFILE="f", NODE_RANK="1", HEAD="h")
+    assert "--no_ssh --node_rank 1 --master_addr h --module" in told
+
+
+def test_slurm_names_a_place_to_meet_and_requeues_what_was_preempted(recorded, tmp_path):
+    slurm = {
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_JOB_NODELIST": "node[7-8]",
+        "SLURM_JOB_ID": "60123",
+    }
+    flags = ("distill", "--output_dir", str(tmp_path))
+    told = recorded("slurm.sbatch", *flags, **slurm)
+    assert f"srun --kill-on-bad-exit=1 python -m pixelrag distill --output_dir {tmp_path}" in told
+    assert "MASTER_ADDR=node7" in told
+    assert "MASTER_PORT=20123" in told
+    assert "requeued" not in told
+    (tmp_path / "PREEMPTED").touch()
+    assert "requeued 60123" in recorded("slurm.sbatch", *flags, **slurm)
+    assert "requeued 60123" in recorded(
+        "slurm.sbatch", "distill", f"--output_dir={tmp_path}", **slurm
+    )
+
+
+@pytest.mark.parametrize("name", ["kubernetes.yaml", "skypilot.yaml"])
+def test_a_manifest_starts_pixelrag(name):
+    manifest = yaml.safe_load((FOLDER / name).read_text())
+    assert "pixelrag" in yaml.safe_dump(manifest)
+    if name == "kubernetes.yaml":
+        worker = manifest["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+        assert worker["containers"][0]["name"] == "pytorch"
+        assert worker["terminationGracePeriodSeconds"] >= 60

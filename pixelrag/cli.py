@@ -21,8 +21,9 @@ class Command:
     """A command: what it does in a line, its handler's module, and how its arguments are read.
 
     With `job` the arguments are options of that job and flags of the command's `own` (name ->
-    meaning), and the handler gets the built configuration; with "any", of the job that they name.
-    Without, the handler gets the arguments as they stand.
+    meaning), and the handler gets the built configuration; with "any", of the job that they name
+    (the first word, or else most of the configuration). Without, the handler gets the arguments as
+    they stand.
     """
 
     summary: str
@@ -64,7 +65,10 @@ COMMANDS = {
         "measure a model on held-out data without training",
         "pixelrag.train.evaluate",
         "any",
-        {"output": "JSON file to write, with what is measured of every query"},
+        {
+            "output": "JSON file to write, with what is measured of every query",
+            "answers": "folder for answers and their passages, JSONL and an HTML page (rag only)",
+        },
     ),
     "cache-states": Command(
         "write a teacher's final hidden states, to distil from later",
@@ -209,15 +213,17 @@ def _run_demo(arguments: list[str]) -> int:
 def _run_configured(name: str, command: Command, arguments: list[str]) -> int:
     from pixelrag.config import jobs
 
+    job = command.job
+    if job == "any" and arguments and arguments[0] in jobs.JOBS:
+        job, *arguments = arguments
+        name = f"{name} {job}"
     if "--help" in arguments or "-h" in arguments:
-        sys.stdout.write(
-            jobs.help_of(f"pixelrag {name}", command.summary, command.job, command.own)
-        )
+        sys.stdout.write(jobs.help_of(f"pixelrag {name}", command.summary, job, command.own))
         return 0
     from pixelrag.config.base import load
 
     try:
-        job = jobs.job_of(arguments) if command.job == "any" else command.job
+        job = jobs.job_of(arguments) if job == "any" else job
         config, own = load(jobs.config_class(job), arguments, tuple(command.own))
     except ConfigError as error:
         # Every rank of a host reads the same files; one of them tells what is wrong.

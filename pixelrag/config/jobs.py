@@ -54,7 +54,8 @@ def help_of(program: str, summary: str, job: str, own: Mapping[str, str]) -> str
     flags = "".join(f"  --{name}  {meaning}\n" for name, meaning in own.items())
     options = "\n".join(f"  pixelrag {name} --help" for name in JOBS)
     return (
-        f"usage: {program} [--config FILE ...] [--SECTION.OPTION VALUE ...]\n\n"
+        f"usage: {program} [{'|'.join(JOBS)}] [--config FILE ...] [--SECTION.OPTION VALUE ...]\n\n"
         f"{summary[0].upper()}{summary[1:]}.\n\n{flags}"
-        f"The other options are those of the job that the configuration is of; see\n{options}\n"
+        "The other options are those of the job: the one that is named, else the one that the\n"
+        f"configuration is of; see\n{options}\n"
     )

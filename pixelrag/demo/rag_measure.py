@@ -6,11 +6,10 @@ from pathlib import Path
 
 from pixelrag.config.base import load
 from pixelrag.config.rag import RagConfig
-from pixelrag.data.passages import load_passages
 from pixelrag.distributed.env import process_group
-from pixelrag.evaluate.answer_page import answer_page, answer_rows, answers_jsonl
+from pixelrag.evaluate.answer_page import write_answers
+from pixelrag.evaluate.answer_rows import answer_rows
 from pixelrag.train import rag
-from pixelrag.train.text_file import replace_text
 
 
 def measure(config_file: Path, output: Path, *, models: Path | None = None) -> dict[str, list]:
@@ -32,9 +31,7 @@ def measure(config_file: Path, output: Path, *, models: Path | None = None) -> d
     config, _ = load(RagConfig, flags)
     with process_group("cpu", config.engine.timeout_seconds) as world:
         evaluation = rag.evaluate(config, world)
-    passages = load_passages(config.knowledge_base.source, split="none")
-    rows = list(answer_rows(evaluation.answered, passages))
-    replace_text(output / "answers.jsonl", answers_jsonl(rows))
+    rows = list(answer_rows(evaluation.answered, evaluation.passages))
     title = f"{len(rows)} held-out questions: {output.name}"
-    replace_text(output / "answers.html", answer_page(rows, evaluation.figures, title=title))
+    write_answers(output, rows, evaluation.figures, title=title)
     return {name: values.tolist() for name, values in evaluation.per_question.items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,16 @@ from pixelrag.console import say
 from pixelrag.distributed.collectives import from_main
 from pixelrag.distributed.env import World
 from pixelrag.errors import CheckpointError, ConfigError
+from pixelrag.evaluate.answer_page import write_answers
+from pixelrag.evaluate.answer_rows import answer_rows
 from pixelrag.evaluate.bootstrap import bootstrap_interval
 from pixelrag.evaluate.pairs import PairEvaluation
+from pixelrag.retrieval.durable import put_text
 from pixelrag.train import distill, rag
 from pixelrag.train.contrastive import build_biencoder, build_evaluator
 from pixelrag.train.job import engine_for, world_of
+from pixelrag.train.rag_eval import RagEvaluation
+from pixelrag.train.text_file import require_writable
 
 
 def main(config: ContrastiveConfig | DistillConfig | RagConfig, own: Mapping[str, str]) -> int:
@@ -32,42 +38,74 @@ def main(config: ContrastiveConfig | DistillConfig | RagConfig, own: Mapping[str
 
     Args:
         config: a training configuration; what concerns training is not used.
-        own: ``output``: a JSON file to write, with every query's metrics, for paired tests.
+        own: ``output``: a JSON file to write, with every query's metrics, for paired tests;
+            ``answers``: a folder to write a RAG model's answers to, with their passages.
 
     Raises:
-        ConfigError: no held-out rows.
-        CheckpointError: the output file cannot be written.
+        ConfigError: no held-out rows, or answers asked for where none are written.
+        CheckpointError: a file cannot be written.
     """
+    _refuse(config, own)
+    with world_of(config) as world:
+        measured = _measure(config, world)
+        if world.is_main:
+            say("\n".join(_lines(measured.figures, measured.per_query)))
+        if "output" in own:
+            content = measured.content | {"data": list(config.data.eval or config.data.train)}
+            from_main(lambda: _write(content, Path(own["output"])))
+        if measured.rag is not None and "answers" in own:
+            from_main(lambda: _show(measured.rag, Path(own["answers"])))
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """Figures, the values of each query behind them where there are any, and what belongs to it."""
+
+    figures: dict[str, float]
+    details: dict[str, Any]
+    per_query: dict[str, np.ndarray] = field(default_factory=dict)
+    rag: RagEvaluation | None = None
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """As `--output` has it."""
+        values = {name: values.tolist() for name, values in self.per_query.items()}
+        return {**self.details, "figures": self.figures} | ({"per_query": values} if values else {})
+
+
+def _refuse(config: ContrastiveConfig | DistillConfig | RagConfig, own: Mapping[str, str]) -> None:
     taught = isinstance(config, DistillConfig)
     if not config.data.eval and not (taught and config.data.eval_samples):
         raise ConfigError("data.eval: got no files; name the held-out rows to evaluate on")
-    with world_of(config) as world:
-        if isinstance(config, RagConfig):
-            answered = rag.evaluate(config, world)
-            figures, model = answered.figures, config.generator.name_or_path
-            per_query = {name: v.tolist() for name, v in answered.per_question.items()}
-            details = {
-                "question_encoder": config.question_encoder.name_or_path,
-                "per_query": per_query,
-                "answers": [item.to_json() for item in answered.answered],
-            }
-            lines = _lines(figures, answered.per_question)
-        elif taught:
-            figures = distill.evaluate(config, world)
-            model, details = config.student.name_or_path, {"teacher": config.teacher.name_or_path}
-            lines = [f"{name:<16} {value:.4f}" for name, value in figures.items()]
-        else:
-            evaluation = evaluate(config, world)
-            figures, model = evaluation.figures, config.model.name_or_path
-            per_query = {name: values.tolist() for name, values in evaluation.per_query.items()}
-            details, lines = {"per_query": per_query}, _lines(figures, evaluation.per_query)
-        if world.is_main:
-            say("\n".join(lines))
-        if "output" in own:
-            data = list(config.data.eval or config.data.train)
-            content = {"model": model, "data": data, "figures": figures, **details}
-            from_main(lambda: _write(content, Path(own["output"])))
-    return 0
+    if "answers" not in own:
+        return
+    if not isinstance(config, RagConfig):
+        raise ConfigError("--answers: only a RAG model writes answers; leave it out")
+    if not config.eval.answers:
+        raise ConfigError(
+            "--answers with eval.answers false: no answers are written; set eval.answers true, or "
+            "leave --answers out"
+        )
+    require_writable(Path(own["answers"]), "--answers")
+
+
+def _measure(config: ContrastiveConfig | DistillConfig | RagConfig, world: World) -> _Measured:
+    if isinstance(config, RagConfig):
+        found = rag.evaluate(config, world)
+        details = {
+            "model": config.generator.name_or_path,
+            "question_encoder": config.question_encoder.name_or_path,
+            "answers": [item.to_json() for item in found.answered],
+        }
+        return _Measured(found.figures, details, found.per_question, found)
+    if isinstance(config, DistillConfig):
+        names = (config.student.name_or_path, config.teacher.name_or_path)
+        details = dict(zip(("model", "teacher"), names, strict=True))
+        return _Measured(distill.evaluate(config, world), details)
+    evaluation = evaluate(config, world)
+    details = {"model": config.model.name_or_path}
+    return _Measured(evaluation.figures, details, evaluation.per_query)
 
 
 def evaluate(config: ContrastiveConfig, world: World) -> PairEvaluation:
@@ -91,11 +129,14 @@ def _lines(figures: Mapping[str, float], per_query: Mapping[str, np.ndarray]) ->
 
 
 def _write(content: Mapping[str, Any], path: Path) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(content), encoding="utf-8")
-        temporary.replace(path)
+        put_text(path, json.dumps(content))
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise CheckpointError(f"--output {path}: cannot be written: {error.strerror}") from error
+
+
+def _show(evaluation: RagEvaluation, folder: Path) -> None:
+    rows = list(answer_rows(evaluation.answered, evaluation.passages))
+    title = f"{len(rows)} held-out questions"
+    write_answers(folder, rows, evaluation.figures, title=title)

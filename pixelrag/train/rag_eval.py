@@ -60,11 +60,19 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class RagEvaluation:
-    """Figures, the values of each question behind them, and the answers; equal on all ranks."""
+    """Figures, the values of each question behind them, and the answers; equal on all ranks.
+
+    Attributes:
+        figures: means, by names such as `eval/em`.
+        per_question: of each measure, such as `em`, a value for every question.
+        answered: the questions in their order.
+        passages: what the rows in `answered` are of.
+    """
 
     figures: dict[str, float]
     per_question: dict[str, np.ndarray]
     answered: list[Answered]
+    passages: PassageStore
 
 
 class RagEvaluator:
@@ -123,7 +131,7 @@ class RagEvaluator:
             for question, *found in zip(self._questions, rows, scores, answers, strict=True)
         ]
         named = {f"eval/{name}": value for name, value in figures.items()}
-        return RagEvaluation(named, per_question, answered)
+        return RagEvaluation(named, per_question, answered, self._passages)
 
     def _recall(self, rows: list[list[int]], prefix: str = "") -> dict[str, np.ndarray]:
         depth = max(KS)

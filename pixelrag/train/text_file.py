@@ -28,8 +28,8 @@ def replace_text(path: Path, text: str) -> None:
         ) from error
 
 
-def require_writable(folder: Path) -> None:
-    """Check, creating nothing, that `folder` can be made or written to.
+def require_writable(folder: Path, option: str = "output_dir") -> None:
+    """Check, creating nothing, that `folder`, which `option` named, can be made or written to.
 
     Raises:
         CheckpointError: it cannot.
@@ -39,10 +39,10 @@ def require_writable(folder: Path) -> None:
         existing = existing.parent
     if not existing.is_dir():
         raise CheckpointError(
-            f"output_dir {folder}: {existing} is not a folder; choose another output_dir"
+            f"{option} {folder}: {existing} is not a folder; choose another {option}"
         )
     if not os.access(existing, os.W_OK | os.X_OK):
         raise CheckpointError(
-            f"output_dir {folder}: {existing} may not be written to by this user; mend its "
-            "permissions, or choose another output_dir"
+            f"{option} {folder}: {existing} may not be written to by this user; mend its "
+            f"permissions, or choose another {option}"
         )

@@ -1,11 +1,13 @@
 """The RAG job: refreshes at pinned steps, resumed runs, engines, and what is exported."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM
 
+from pixelrag import cli
 from pixelrag.config.rag_models import EncoderConfig
 from pixelrag.models import load_embedder
 from tests.distributed.harness import Results, run_alone, run_cases
@@ -115,3 +117,25 @@ def test_exports_load(alone: Results, folder: Path):
     first, _ = load_embedder(EncoderConfig(name_or_path=str(folder / "questions")))
     batch = prepare.queries(["what is the fox"])
     assert not torch.allclose(encoder(**batch), first(**batch))
+
+
+def test_what_was_exported_is_evaluated(alone: Results, folder: Path, tmp_path: Path, capsys):
+    """At the end the index in use lags by a step, so that only what is of the format is equal."""
+    run = folder / "run-alone-whole"
+    flags = [
+        f"--question_encoder.name_or_path={run / 'last' / 'question_encoder'}",
+        f"--generator.name_or_path={run / 'last' / 'generator'}",
+        f"--output_dir={tmp_path / 'work'}",
+        f"--answers={tmp_path / 'answers'}",
+        f"--output={tmp_path / 'figures.json'}",
+    ]
+    assert cli.main(["eval", "rag", "--config", str(run / "config.yaml"), *flags]) == 0
+    written = json.loads((tmp_path / "figures.json").read_text())
+    assert f"eval/em          {written['figures']['eval/em']:.4f}" in capsys.readouterr().out
+    assert set(written["figures"]) == {k for k in alone["whole"][0]["eval"] if "eval/" in k}
+    lines = [json.loads(x) for x in (tmp_path / "answers/answers.jsonl").read_text().splitlines()]
+    assert [line["written"] for line in lines] == [one["answer"] for one in written["answers"]]
+    found = [any(hit["gold"] for hit in line["passages"][:5]) for line in lines]
+    assert found == written["per_query"]["recall@5"]
+    assert "7 held-out questions" in (tmp_path / "answers/answers.html").read_text()
+    assert not (tmp_path / "work" / "eval").exists()

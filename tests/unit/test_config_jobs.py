@@ -76,6 +76,30 @@ def test_what_is_missing_is_told_of_the_job_that_was_meant(files, capsys):
     assert "model.name_or_path" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["eval", "validate"])
+def test_the_job_may_be_named(files, capsys, command):
+    """Here against the file, which speaks for another one: the word counts."""
+    assert cli.main([command, "rag", "--config", "d.yaml"]) == 2
+    assert "question_encoder.name_or_path" in capsys.readouterr().err
+    assert cli.main([command, "rags", "--config", "d.yaml"]) == 2
+    assert "rags\n      unexpected word" in capsys.readouterr().err
+    assert cli.main([command, "distill", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: pixelrag {command} distill [--config FILE ...]")
+    assert "--student.name_or_path" in shown
+
+
+def test_answers_are_only_of_rag(files, capsys):
+    flags = ["--data.eval=t", "--answers", "a"]
+    assert cli.main(["eval", "--config", "c.yaml", *flags]) == 2
+    assert "--answers: only a RAG model writes answers" in capsys.readouterr().err
+    rag = ["--question_encoder.name_or_path=q", "--generator.name_or_path=g"]
+    rag += ["--knowledge_base.source=k", "--data.train=t", "--optim.max_steps=1"]
+    without = ["--eval.answers=false", "--checkpoint.best_metric=eval/recall@1"]
+    assert cli.main(["eval", *rag, *flags, *without]) == 2
+    assert "--answers with eval.answers false" in capsys.readouterr().err
+
+
 HELP = """
 import contextlib, io, json, sys
 from pixelrag import cli

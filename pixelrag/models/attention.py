@@ -153,6 +153,10 @@ def document_attention(
     query, key, value = (
         x.transpose(1, 2).flatten(0, 1) for x in (query_BHTD, key_BKTD, value_BKTD)
     )
+    if torch.is_autocast_enabled(query.device.type):
+        # fp32 norms and rotary tables leave queries and keys wider than the values.
+        low = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(low), key.to(low), value.to(low)
     if _kernel_takes(query, value, dropout, softcap):
         from torch.nn.attention.varlen import varlen_attn
 

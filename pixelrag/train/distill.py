@@ -61,14 +61,7 @@ def train(config: DistillConfig, world: World) -> dict[str, Any]:
     checkpoint = from_main(lambda: checkpoint_of(config))
     with together():
         require_writable(output)
-        tokenizer = load_tokenizer(
-            student_source(config.student), trust_remote_code=config.student.trust_remote_code
-        )
-    contract = from_main(lambda: agree_on_models(config, tokenizer))
-    data = open_data(
-        config, tokenizer, world,
-        vocab_size=contract.vocab_size, attention_cost=contract.attention_cost,
-    )  # fmt: skip
+    tokenizer, contract, data = _before_weights(config, world)
     with together():
         sampler = PackedSampler(
             data.train,
@@ -91,15 +84,7 @@ def train(config: DistillConfig, world: World) -> dict[str, Any]:
 
 def evaluate(config: DistillConfig, world: World) -> dict[str, float]:
     """Measure the student against the teacher on what is held out; a collective."""
-    with together():
-        tokenizer = load_tokenizer(
-            student_source(config.student), trust_remote_code=config.student.trust_remote_code
-        )
-    contract = from_main(lambda: agree_on_models(config, tokenizer))
-    data = open_data(
-        config, tokenizer, world,
-        vocab_size=contract.vocab_size, attention_cost=contract.attention_cost,
-    )  # fmt: skip
+    tokenizer, contract, data = _before_weights(config, world)
     container = build_container(config, world, contract)
     engine = engine_for(config, world, container, container.student.blocks())
     teacher = open_teacher(config, world, contract, data)
@@ -111,6 +96,20 @@ def evaluate(config: DistillConfig, world: World) -> dict[str, float]:
         return evaluator(engine, teacher)
     finally:
         teacher.close()
+
+
+def _before_weights(config: DistillConfig, world: World) -> tuple[Any, Contract, DistillData]:
+    """The student's tokenizer, what both models agree on, and the data; a collective."""
+    with together():
+        tokenizer = load_tokenizer(
+            student_source(config.student), trust_remote_code=config.student.trust_remote_code
+        )
+    contract = from_main(lambda: agree_on_models(config, tokenizer))
+    data = open_data(
+        config, tokenizer, world,
+        vocab_size=contract.vocab_size, attention_cost=contract.attention_cost,
+    )  # fmt: skip
+    return tokenizer, contract, data
 
 
 def rows_of_a_step(config: DistillConfig, world: World) -> int:

@@ -2,8 +2,6 @@
 
 import importlib.util
 import json
-import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,6 @@ from pixelrag.errors import ModelError
 from pixelrag.models.attention import VARLEN, choose_causal_attention
 from pixelrag.models.causal import CausalLM, head_logits
 from pixelrag.models.causal_load import load_frozen, load_student
-from pixelrag.models.liger import apply_liger
 from pixelrag.models.rows import Rows
 from pixelrag.models.source import resolve_source
 from pixelrag.models.tiny_causal import KINDS, save_tiny_causal
@@ -300,6 +297,26 @@ def test_varlen_refuses_what_it_would_get_wrong(folders):
         )
 
 
+def test_varlen_narrows_under_autocast_as_sdpa_does(monkeypatch):
+    """Queries and keys come in fp32 there, and the CUDA kernel takes half precision only."""
+    from pixelrag.models import attention
+
+    seen: list[set[torch.dtype]] = []
+
+    def takes(query, value, *others) -> bool:
+        seen.append({query.dtype, value.dtype})
+        return False
+
+    monkeypatch.setattr(attention, "_kernel_takes", takes)
+    q, k, v = torch.randn(3, 1, 2, 16, 8).unbind()
+    call = torch.nn.Identity(), q, k, v.bfloat16(), None
+    with torch.autocast("cpu", torch.bfloat16):
+        got, _ = attention.document_attention(*call, cu_seq_lens_q=torch.tensor([0, 16]))
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert seen == [{torch.bfloat16}]
+    assert torch.equal(got, expected.transpose(1, 2))
+
+
 def test_dropout_in_varlen_drops_weights():
     from pixelrag.models.attention import document_attention
 
@@ -310,53 +327,6 @@ def test_dropout_in_varlen_drops_weights():
             torch.nn.Identity(), x, x, x, None, dropout=0.5, cu_seq_lens_q=bounds, **extra
         )
         assert not torch.allclose(plain, dropped)
-
-
-class TestLiger:
-    """The kernels need CUDA; here, which of them are asked for."""
-
-    @pytest.fixture
-    def asked(self, monkeypatch) -> dict:
-        asked: dict = {}
-
-        def apply(rope=True, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True,
-                  swiglu=True, model=None):  # fmt: skip
-            asked.update(
-                rope=rope, cross_entropy=cross_entropy, rms_norm=rms_norm, swiglu=swiglu,
-                fused_linear_cross_entropy=fused_linear_cross_entropy, model=model,
-            )  # fmt: skip
-
-        patch = types.ModuleType("liger_kernel.transformers.monkey_patch")
-        patch.MODEL_TYPE_TO_APPLY_LIGER_FN = {"qwen3": apply}
-        for name in ("liger_kernel", "liger_kernel.transformers"):
-            module = types.ModuleType(name)
-            module.__spec__ = importlib.util.spec_from_loader(name, None)
-            module.__path__ = []
-            monkeypatch.setitem(sys.modules, name, module)
-        monkeypatch.setitem(sys.modules, patch.__name__, patch)
-        return asked
-
-    def test_losses_are_never_fused(self, folders, asked):
-        model = student(folders["qwen3"]).base_model
-        assert apply_liger(model, "auto", "student", cuda=True)
-        assert asked.pop("model") is model
-        assert asked == {"rope": True, "cross_entropy": False, "rms_norm": True, "swiglu": True,
-                         "fused_linear_cross_entropy": False}  # fmt: skip
-
-    def test_off_cpu_and_unknown_kinds(self, folders, asked):
-        qwen3, llama = (student(folders[kind]).base_model for kind in ("qwen3", "llama"))
-        assert not apply_liger(qwen3, "off", "student", cuda=True)
-        assert not apply_liger(qwen3, "auto", "student", cuda=False)
-        assert not apply_liger(llama, "auto", "student", cuda=True)
-        assert not asked
-        with pytest.raises(ModelError, match="does not know the kind llama"):
-            apply_liger(llama, "on", "teacher", cuda=True)
-
-    def test_on_without_the_package(self, folders):
-        if importlib.util.find_spec("liger_kernel") is not None:
-            pytest.skip("liger-kernel is installed")
-        with pytest.raises(ModelError, match="pip install liger-kernel"):
-            apply_liger(student(folders["qwen3"]).base_model, "on", "student", cuda=True)
 
 
 def test_names_of_gguf_files(tmp_path):

@@ -68,7 +68,20 @@ COMMANDS = {
         {
             "output": "JSON file to write, with what is measured of every query",
             "answers": "folder for answers and their passages, JSONL and an HTML page (rag only)",
+            "baseline": "retrievers: model, or JSON file of --output, to compare with (paired)",
+            "run_file": "retrievers: TREC run to write, the first 100 documents of each query",
+            "qrels_file": "retrievers: TREC qrels to write, that judge the run",
         },
+    ),
+    "compare": Command(
+        "test two measurements of the same queries against each other (paired)",
+        "pixelrag.evaluate.compare",
+    ),
+    "mine": Command(
+        "find hard negatives for the rows of data.train with a model",
+        "pixelrag.train.mine",
+        "mine",
+        {"output": _FOLDER},
     ),
     "cache-states": Command(
         "write a teacher's final hidden states, to distil from later",

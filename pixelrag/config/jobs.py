@@ -14,11 +14,13 @@ JOBS = {
     "distill": "pixelrag.config.distill:DistillConfig",
     "rag": "pixelrag.config.rag:RagConfig",
 }
+# Commands that take a job's configuration with sections of their own added.
+EXTENDED = {"mine": "pixelrag.config.mine:MineConfig"}
 
 
 def config_class(job: str) -> type[JobConfig]:
-    """The configuration of a job of `JOBS`."""
-    module, _, name = JOBS[job].partition(":")
+    """The configuration of a job of `JOBS`, or of a command of `EXTENDED`."""
+    module, _, name = (JOBS | EXTENDED)[job].partition(":")
     return getattr(import_module(module), name)
 
 

@@ -1,4 +1,4 @@
-"""The RAG job's sections about the knowledge base: its index, and how it is renewed."""
+"""Sections about an index, and about how the RAG job renews its knowledge base."""
 
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -12,7 +12,7 @@ from pixelrag.config.section import Section
 _DEVICE_KINDS = ("cpu", "cuda")
 
 
-class IndexConfig(Section):
+class SearchIndexConfig(Section):
     factory: str = Field("HNSW32", min_length=1)
     """FAISS factory string, such as Flat, HNSW32 or IVF1024,PQ48x4fs; inner product."""
     train_rows: int | None = Field(None, ge=1)
@@ -25,10 +25,13 @@ class IndexConfig(Section):
     """IVF: cells that a search looks into."""
     refine_factor: int = Field(4, ge=1)
     """RFlat: so many times the hits are looked at again with exact scores."""
-    num_shards: int = Field(1, ge=1)
-    """More than 1: so many index files, dealt out to the ranks; 1: every rank maps the whole."""
     search_threads: int = Field(1, ge=1)
     """CPU threads of a search."""
+
+
+class IndexConfig(SearchIndexConfig):
+    num_shards: int = Field(1, ge=1)
+    """More than 1: so many index files, dealt out to the ranks; 1: every rank maps the whole."""
 
 
 class RefreshConfig(Section):

@@ -155,19 +155,20 @@ def corpus_of(rows: Iterable[PairRow]) -> list[Document]:
 
 def load_corpus(
     path: StrPath, progress: Progress | None = None, workers: int | None = None
-) -> list[Document]:
+) -> dict[str, Document]:
     """Read a corpus: JSONL of `{"id": ..., "text": ...}` or `{"id": ..., "chunk_path": ...}`.
 
     Returns:
-        The distinct documents in the order of the file. A document that stands there twice under
-        two ids is kept once: nothing could tell the two apart when they are ranked.
+        The distinct documents by id, in the order of the file. A document that stands there twice
+        under two ids is kept once, under the first: nothing could tell the two apart when they are
+        ranked.
 
     Raises:
         DataError: the file cannot be read or has no rows, or any entry is bad or repeats an id.
             Entries cannot be skipped, since that would change what the scores mean.
     """
     name = os.fspath(path)
-    distinct: dict[str, Document] = {}
+    distinct: dict[str, tuple[str, Document]] = {}
     first_line: dict[str, int] = {}
     images: dict[Path, int] = {}
     faults: list[BadRow] = []
@@ -183,7 +184,7 @@ def load_corpus(
             reason = f"repeats the id {identity!r} of line {first_line[identity]}"
             faults.append(BadRow(name, line, reason))
         first_line.setdefault(identity, line)
-        distinct.setdefault(document.key, document)
+        distinct.setdefault(document.key, (identity, document))
         if document.image is not None:
             images.setdefault(document.image, line)
     for image, reason in check_images(list(images), progress, workers).items():
@@ -200,7 +201,7 @@ def load_corpus(
     if num_entries > len(distinct):
         repeated = num_entries - len(distinct)
         logger.info("Corpus %s: %d entries repeat a document and are kept once", name, repeated)
-    return list(distinct.values())
+    return dict(distinct.values())
 
 
 @dataclass(slots=True)

@@ -6,8 +6,8 @@ whatever the world size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -17,7 +17,13 @@ from pixelrag.data.schema import Document, PairRow
 from pixelrag.distributed.together import together
 from pixelrag.engine.base import Engine
 from pixelrag.errors import DataError
-from pixelrag.evaluate.ranking import per_query_metrics, rank_relevant, summarize
+from pixelrag.evaluate.ranking import (
+    best_documents,
+    per_query_metrics,
+    rank_relevant,
+    summarize,
+)
+from pixelrag.evaluate.runs import Qrels, Run
 from pixelrag.losses.infonce import info_nce
 from pixelrag.models.preprocess import Preprocessor
 from pixelrag.retrieval.encode import encode
@@ -28,10 +34,21 @@ GROUP = 64
 
 @dataclass(frozen=True, slots=True)
 class PairEvaluation:
-    """Figures by name (``eval/...``), and each query's retrieval metrics by name, [Q] float64."""
+    """What was measured.
+
+    Attributes:
+        figures: by name (``eval/...``).
+        per_query: each query's retrieval metrics by name, [Q] float64.
+        queries: ids of the queries, in that order.
+        run: the documents found, as deep as asked for.
+        qrels: those that should be.
+    """
 
     figures: dict[str, float]
     per_query: dict[str, np.ndarray]
+    queries: list[str]
+    run: Run = field(default_factory=dict)
+    qrels: Qrels = field(default_factory=dict)
 
 
 class PairEvaluator:
@@ -40,7 +57,7 @@ class PairEvaluator:
     Args:
         rows: held-out rows, at least one.
         preprocessor: makes model inputs.
-        corpus: documents to search; None = every distinct document of ``rows``.
+        corpus: documents to search, by id; None = every distinct document of ``rows``.
         batch_size: rows a rank encodes at once.
         retrieval: also rank the corpus.
 
@@ -53,7 +70,7 @@ class PairEvaluator:
         rows: Sequence[PairRow],
         preprocessor: Preprocessor,
         *,
-        corpus: Sequence[Document] | None = None,
+        corpus: Mapping[str, Document] | None = None,
         batch_size: int = 32,
         retrieval: bool = True,
     ) -> None:
@@ -64,9 +81,10 @@ class PairEvaluator:
         self._batch_size = batch_size
         self._retrieval = retrieval
         self._documents = corpus_of(rows)
+        self._names = [_name(document) for document in self._documents]
         if corpus is not None:
-            known = {document.key for document in corpus}
-            lost = [row.sample_id for row in rows if row.positive.key not in known]
+            known = {document.key for document in corpus.values()}
+            lost = [r.sample_id for r in rows if any(d.key not in known for d in r.positives)]
             if lost:
                 raise DataError(
                     f"eval.corpus: the positives of {len(lost)} rows of data.eval are not in it, "
@@ -74,18 +92,17 @@ class PairEvaluator:
                 )
             # The corpus first: its own order decides ties.
             extra = [d for d in self._documents if d.key not in known]
-            self._num_corpus = len(corpus)
-            self._documents = [*corpus, *extra]
-        else:
-            self._num_corpus = len(self._documents)
+            self._names = list(corpus)
+            self._documents = [*corpus.values(), *extra]
         self._index = {document.key: i for i, document in enumerate(self._documents)}
 
-    def __call__(self, engine: Engine, scale: float) -> PairEvaluation:
+    def __call__(self, engine: Engine, scale: float, *, run_depth: int = 0) -> PairEvaluation:
         """Evaluate the engine's module; a collective.
 
         Args:
             engine: holds a ``BiEncoder``.
             scale: 1 / temperature, for the loss.
+            run_depth: documents to name of each query's ranking; needs ``retrieval``.
         """
         query_QD = encode(
             engine,
@@ -104,14 +121,26 @@ class PairEvaluator:
             length=document_length,
         )
         figures = self._in_batch(query_QD, document_ND, scale)
-        per_query: dict[str, np.ndarray] = {}
+        found = PairEvaluation(figures, {}, [row.sample_id for row in self._rows])
         if self._retrieval:
-            positive_Q = torch.tensor([self._index[row.positive.key] for row in self._rows])
+            corpus_CD = document_ND[: len(self._names)]
+            relevant = [[self._index[d.key] for d in row.positives] for row in self._rows]
             with together():  # embeddings that are not finite raise here
-                ranks = rank_relevant(query_QD, document_ND[: self._num_corpus], positive_Q)
-            per_query = per_query_metrics(ranks)
-            figures |= {f"eval/{name}": value for name, value in summarize(per_query).items()}
-        return PairEvaluation(figures, per_query)
+                ranks = rank_relevant(query_QD, corpus_CD, relevant)
+            found.per_query.update(per_query_metrics(ranks))
+            means = summarize(found.per_query)
+            found.figures.update({f"eval/{name}": value for name, value in means.items()})
+            if run_depth:
+                self._name_documents(found, *best_documents(query_QD, corpus_CD, run_depth))
+        return found
+
+    def _name_documents(
+        self, found: PairEvaluation, rows_Qk: np.ndarray, scores_Qk: np.ndarray
+    ) -> None:
+        for row, documents, scores in zip(self._rows, rows_Qk, scores_Qk, strict=True):
+            names = [self._names[document] for document in documents]
+            found.run[row.sample_id] = list(zip(names, scores.tolist(), strict=True))
+            found.qrels[row.sample_id] = {self._names[self._index[d.key]] for d in row.positives}
 
     def _in_batch(
         self, query_QD: torch.Tensor, document_ND: torch.Tensor, scale: float
@@ -132,6 +161,11 @@ class PairEvaluator:
             loss += float(part.loss)
             correct += float(part.num_correct)
         return {"eval/loss": loss, "eval/accuracy": correct / len(self._rows)}
+
+
+def _name(document: Document) -> str:
+    """What a document without an id is called in TREC files: its path, or a hash of its text."""
+    return document.key if document.image is None else str(document.image)
 
 
 def document_length(document: Document) -> int:

@@ -33,6 +33,8 @@ from pixelrag.errors import DataError, NonFiniteError
 
 TIE_RESOLUTION = 1e-10
 METRIC_NAMES = ("recall@1", "recall@5", "recall@10", "mrr", "ndcg@10")
+UNRANKED = np.iinfo(np.int64).max
+"""The rank of a document that a search of limited depth did not find."""
 # Entries of the largest score block unless told otherwise: 2**22 float64 are 32 MiB.
 _BLOCK_ENTRIES = 2**22
 
@@ -43,7 +45,7 @@ class Ranks:
 
     Attributes:
         query_P: int64 [P], the query of each pair, ascending.
-        rank_P: int64 [P], the rank of its document among all `num_documents`.
+        rank_P: int64 [P], the rank of its document among all `num_documents`, or `UNRANKED`.
         num_queries: queries ranked; each has at least one pair.
         num_documents: size of the corpus.
     """
@@ -55,7 +57,7 @@ class Ranks:
 
     def best(self) -> np.ndarray:
         """int64 [Q]: the rank of each query's best relevant document."""
-        best_Q = np.full(self.num_queries, np.iinfo(np.int64).max, dtype=np.int64)
+        best_Q = np.full(self.num_queries, UNRANKED, dtype=np.int64)
         np.minimum.at(best_Q, self.query_P, self.rank_P)
         return best_Q
 
@@ -99,15 +101,9 @@ def rank_relevant(
             f"ranking: got {num_queries} queries and {num_docs} documents; expected at least one "
             "of each: check data.eval and eval.corpus"
         )
-    _check_finite("query", query_emb)
-    _check_finite("document", doc_emb)
     pair_query, pair_doc = _pairs(relevant, num_queries, num_docs)
-
-    query_QD, doc_ND = query_emb.detach().double(), doc_emb.detach().double()
+    query_QD, doc_ND, quantum = _in_quanta(query_emb, doc_emb)
     device = doc_ND.device
-    # |q.d| <= |q||d|, so this is the largest score there can be (1 for normalised embeddings).
-    largest = float(query_QD.norm(dim=1).max() * doc_ND.norm(dim=1).max())
-    quantum = largest * TIE_RESOLUTION if largest > 0 else 1.0
     rows = max(1, min(len(pair_query), 1024))
     cols = max(1, min(num_docs, block_entries // rows))
     rows = max(1, min(len(pair_query), block_entries // cols))
@@ -133,6 +129,36 @@ def rank_relevant(
     return Ranks(pair_query, rank_P.numpy(), num_queries, num_docs)
 
 
+def best_documents(
+    query_emb: Tensor, doc_emb: Tensor, k: int, *, block_entries: int = _BLOCK_ENTRIES
+) -> tuple[np.ndarray, np.ndarray]:
+    """The first ``k`` documents of every query, in the order that `rank_relevant` counts by.
+
+    Args:
+        query_emb, doc_emb, block_entries: as for `rank_relevant`; one query's scores are held at
+            least.
+        k: documents of a query; all of them where the corpus is smaller.
+
+    Returns:
+        int64 [Q, k] rows of the corpus, and float64 [Q, k] scores.
+
+    Raises:
+        NonFiniteError: an embedding holds NaN or infinity.
+    """
+    _check_k(k)
+    query_QD, doc_ND, quantum = _in_quanta(query_emb, doc_emb)
+    k = min(k, len(doc_ND))
+    step = max(1, block_entries // len(doc_ND))
+    rows, scores = [], []
+    for start in range(0, len(query_QD), step):
+        score_RN = (query_QD[start : start + step] @ doc_ND.T / quantum).round()
+        # Stable, so equal scores stay in the order of the corpus.
+        ordered = score_RN.sort(dim=1, descending=True, stable=True)
+        rows.append(ordered.indices[:, :k].cpu().numpy())
+        scores.append((ordered.values[:, :k] * quantum).cpu().numpy())
+    return np.concatenate(rows), np.concatenate(scores)
+
+
 def rank_of_positives(
     query_emb: Tensor,
     doc_emb: Tensor,
@@ -153,8 +179,10 @@ def recall_at(ranks: Ranks, k: int) -> np.ndarray:
 
 
 def reciprocal_rank(ranks: Ranks) -> np.ndarray:
-    """float64 [Q]: one over the rank of each query's best relevant document; the mean is MRR."""
-    return 1.0 / ranks.best()
+    """float64 [Q]: one over the rank of each query's best relevant document, 0 without one; the
+    mean is MRR."""
+    best_Q = ranks.best()
+    return np.where(best_Q == UNRANKED, 0.0, 1.0 / best_Q)
 
 
 def ndcg_at(ranks: Ranks, k: int) -> np.ndarray:
@@ -221,6 +249,16 @@ def _pairs(
             f"holds 0..{num_docs - 1}"
         )
     return query_P, doc_P
+
+
+def _in_quanta(query_emb: Tensor, doc_emb: Tensor) -> tuple[Tensor, Tensor, float]:
+    """Both in float64, and the resolution that scores are rounded to."""
+    _check_finite("query", query_emb)
+    _check_finite("document", doc_emb)
+    query_QD, doc_ND = query_emb.detach().double(), doc_emb.detach().double()
+    # |q.d| <= |q||d|, so this is the largest score there can be (1 for normalised embeddings).
+    largest = float(query_QD.norm(dim=1).max() * doc_ND.norm(dim=1).max())
+    return query_QD, doc_ND, largest * TIE_RESOLUTION if largest > 0 else 1.0
 
 
 def _check_finite(what: str, emb: Tensor) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from pixelrag.config.rag_parts import IndexConfig, RefreshConfig
+from pixelrag.config.rag_parts import IndexConfig, RefreshConfig, SearchIndexConfig
 from pixelrag.errors import ConfigError
 from pixelrag.retrieval.index import IndexSettings
 from pixelrag.retrieval.refresh_spec import Call, RefreshSpec
@@ -23,7 +23,7 @@ class Store(Protocol):
     def __len__(self) -> int: ...
 
 
-def index_settings(config: IndexConfig) -> IndexSettings:
+def index_settings(config: SearchIndexConfig) -> IndexSettings:
     """The part of the section that decides the index's content and its searches."""
     return IndexSettings(
         factory=config.factory,

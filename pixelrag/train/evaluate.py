@@ -24,7 +24,9 @@ from pixelrag.errors import CheckpointError, ConfigError
 from pixelrag.evaluate.answer_page import write_answers
 from pixelrag.evaluate.answer_rows import answer_rows
 from pixelrag.evaluate.bootstrap import bootstrap_interval
+from pixelrag.evaluate.compare import Measured, as_json, compare, read_measured, table
 from pixelrag.evaluate.pairs import PairEvaluation
+from pixelrag.evaluate.runs import qrels_text, run_text
 from pixelrag.retrieval.durable import put_text
 from pixelrag.train import distill, rag
 from pixelrag.train.contrastive import build_biencoder, build_evaluator
@@ -33,26 +35,44 @@ from pixelrag.train.rag_eval import RagEvaluation
 from pixelrag.train.text_file import require_writable
 
 
+RUN_DEPTH = 100
+# What only a retriever's evaluation can give.
+_RETRIEVER_ONLY = ("baseline", "run_file", "qrels_file")
+
+
 def main(config: ContrastiveConfig | DistillConfig | RagConfig, own: Mapping[str, str]) -> int:
     """Print the figures of the model on the held-out rows; returns the exit code.
 
     Args:
         config: a training configuration; what concerns training is not used.
         own: ``output``: a JSON file to write, with every query's metrics, for paired tests;
-            ``answers``: a folder to write a RAG model's answers to, with their passages.
+            ``answers``: a folder to write a RAG model's answers to, with their passages; for
+            retrievers ``run_file`` and ``qrels_file``, TREC files to write, and ``baseline``, what
+            to compare with: a model, or what an earlier evaluation wrote to ``output``.
 
     Raises:
-        ConfigError: no held-out rows, or answers asked for where none are written.
+        ConfigError: no held-out rows, or a flag that asks for what the job does not have.
         CheckpointError: a file cannot be written.
     """
     _refuse(config, own)
     with world_of(config) as world:
-        measured = _measure(config, world)
+        baseline = _baseline(config, own["baseline"], world) if "baseline" in own else None
+        measured = _measure(config, world, named="run_file" in own or "qrels_file" in own)
+        lines = _lines(measured.figures, measured.per_query)
+        content = measured.content | {"data": list(config.data.eval or config.data.train)}
+        if baseline is not None:
+            differences = compare(baseline, Measured(measured.queries, measured.per_query))
+            content |= {"baseline": own["baseline"], "comparison": as_json(differences)}
+            lines += ["", f"baseline {own['baseline']}"]
+            lines += table(differences, len(measured.queries))
         if world.is_main:
-            say("\n".join(_lines(measured.figures, measured.per_query)))
+            say("\n".join(lines))
         if "output" in own:
-            content = measured.content | {"data": list(config.data.eval or config.data.train)}
-            from_main(lambda: _write(content, Path(own["output"])))
+            from_main(lambda: _write(json.dumps(content), "output", own))
+        if "run_file" in own:
+            from_main(lambda: _write(run_text(measured.pairs.run, "pixelrag"), "run_file", own))
+        if "qrels_file" in own:
+            from_main(lambda: _write(qrels_text(measured.pairs.qrels), "qrels_file", own))
         if measured.rag is not None and "answers" in own:
             from_main(lambda: _show(measured.rag, Path(own["answers"])))
     return 0
@@ -65,19 +85,32 @@ class _Measured:
     figures: dict[str, float]
     details: dict[str, Any]
     per_query: dict[str, np.ndarray] = field(default_factory=dict)
+    queries: list[str] = field(default_factory=list)
     rag: RagEvaluation | None = None
+    pairs: PairEvaluation | None = None
 
     @property
     def content(self) -> dict[str, Any]:
         """As `--output` has it."""
+        content = {**self.details, "figures": self.figures}
+        if not self.per_query:
+            return content
         values = {name: values.tolist() for name, values in self.per_query.items()}
-        return {**self.details, "figures": self.figures} | ({"per_query": values} if values else {})
+        return content | {"queries": self.queries, "per_query": values}
 
 
 def _refuse(config: ContrastiveConfig | DistillConfig | RagConfig, own: Mapping[str, str]) -> None:
     taught = isinstance(config, DistillConfig)
     if not config.data.eval and not (taught and config.data.eval_samples):
         raise ConfigError("data.eval: got no files; name the held-out rows to evaluate on")
+    asked = [f"--{name}" for name in _RETRIEVER_ONLY if name in own]
+    if asked and not isinstance(config, ContrastiveConfig):
+        raise ConfigError(
+            f"{', '.join(asked)}: only for retrievers; write --output of two models and compare "
+            "the files with `pixelrag compare`"
+        )
+    if asked and not config.eval.retrieval:
+        raise ConfigError(f"{', '.join(asked)} while eval.retrieval is false; set it true")
     if "answers" not in own:
         return
     if not isinstance(config, RagConfig):
@@ -90,7 +123,19 @@ def _refuse(config: ContrastiveConfig | DistillConfig | RagConfig, own: Mapping[
     require_writable(Path(own["answers"]), "--answers")
 
 
-def _measure(config: ContrastiveConfig | DistillConfig | RagConfig, world: World) -> _Measured:
+def _baseline(config: ContrastiveConfig, baseline: str, world: World) -> Measured:
+    """The baseline's figures: read from a file, or measured as the model's own are."""
+    path = Path(baseline)
+    if path.suffix == ".json" and path.is_file():
+        return from_main(lambda: read_measured(path))
+    model = config.model.model_copy(update={"name_or_path": baseline})
+    measured = evaluate(config.model_copy(update={"model": model}), world)
+    return Measured(measured.queries, measured.per_query)
+
+
+def _measure(
+    config: ContrastiveConfig | DistillConfig | RagConfig, world: World, *, named: bool
+) -> _Measured:
     if isinstance(config, RagConfig):
         found = rag.evaluate(config, world)
         details = {
@@ -98,22 +143,23 @@ def _measure(config: ContrastiveConfig | DistillConfig | RagConfig, world: World
             "question_encoder": config.question_encoder.name_or_path,
             "answers": [item.to_json() for item in found.answered],
         }
-        return _Measured(found.figures, details, found.per_question, found)
+        queries = [item.question.sample_id for item in found.answered]
+        return _Measured(found.figures, details, found.per_question, queries, rag=found)
     if isinstance(config, DistillConfig):
         names = (config.student.name_or_path, config.teacher.name_or_path)
         details = dict(zip(("model", "teacher"), names, strict=True))
         return _Measured(distill.evaluate(config, world), details)
-    evaluation = evaluate(config, world)
+    found = evaluate(config, world, run_depth=RUN_DEPTH if named else 0)
     details = {"model": config.model.name_or_path}
-    return _Measured(evaluation.figures, details, evaluation.per_query)
+    return _Measured(found.figures, details, found.per_query, found.queries, pairs=found)
 
 
-def evaluate(config: ContrastiveConfig, world: World) -> PairEvaluation:
-    """Load the model and evaluate it; a collective."""
+def evaluate(config: ContrastiveConfig, world: World, *, run_depth: int = 0) -> PairEvaluation:
+    """Load the model and evaluate it; a collective. See `PairEvaluator` for ``run_depth``."""
     container, preprocessor = build_biencoder(config)
     evaluator = build_evaluator(config, world, preprocessor)
     engine = engine_for(config, world, container, container.encoder.blocks())
-    return evaluator(engine, 1.0 / config.loss.temperature)
+    return evaluator(engine, 1.0 / config.loss.temperature, run_depth=run_depth)
 
 
 def _lines(figures: Mapping[str, float], per_query: Mapping[str, np.ndarray]) -> list[str]:
@@ -128,12 +174,13 @@ def _lines(figures: Mapping[str, float], per_query: Mapping[str, np.ndarray]) ->
     return lines
 
 
-def _write(content: Mapping[str, Any], path: Path) -> None:
+def _write(text: str, flag: str, own: Mapping[str, str]) -> None:
+    path = Path(own[flag])
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        put_text(path, json.dumps(content))
+        put_text(path, text)
     except OSError as error:
-        raise CheckpointError(f"--output {path}: cannot be written: {error.strerror}") from error
+        raise CheckpointError(f"--{flag} {path}: cannot be written: {error.strerror}") from error
 
 
 def _show(evaluation: RagEvaluation, folder: Path) -> None:

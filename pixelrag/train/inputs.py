@@ -16,10 +16,10 @@ from pixelrag.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """Rows to evaluate on, and the corpus to search (None = all documents of the rows)."""
+    """Rows to evaluate on, and the corpus to search, by id (None = all documents of the rows)."""
 
     rows: list[PairRow]
-    corpus: list[Document] | None
+    corpus: dict[str, Document] | None
 
 
 def open_dataset(config: ContrastiveConfig, paths: list[str]) -> PairDataset:

@@ -5,6 +5,7 @@ Each wraps one method of the job, and acts at a step and on a rank that its payl
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections.abc import Callable
@@ -72,6 +73,20 @@ def kill_before_last_export(payload: dict[str, Any]) -> None:
 def kill_in_export(payload: dict[str, Any]) -> None:
     """SIGKILL to rank 0 when the weights of `best/` are written and its tokenizer is not."""
     _before(Preprocessor, "save", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def kill_in_encode(payload: dict[str, Any]) -> None:
+    """SIGKILL to this process when `pixelrag mine` begins to encode its shard `call`, from 1."""
+    from pixelrag.train import mine
+
+    encode, calls = mine.encode, itertools.count(1)
+
+    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if next(calls) == payload["call"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return encode(*args, **kwargs)
+
+    mine.encode = counted
 
 
 def signal_self(payload: dict[str, Any]) -> None:

@@ -292,8 +292,8 @@ def test_corpus_file_matches_the_keys_of_the_rows(tmp_path, caplog):
     )
     with caplog.at_level(logging.INFO, "pixelrag"):
         corpus = load_corpus(file)
-    assert [document.text for document in corpus] == ["p1", None, "other"]
-    keys = {document.key for document in corpus}
+    assert {name: d.text for name, d in corpus.items()} == {"x": "p1", "2": None, "y": "other"}
+    keys = {document.key for document in corpus.values()}
     assert all(row.positive.key in keys for row in PairDataset(rows))
     assert "1 entries repeat a document" in caplog.text
 

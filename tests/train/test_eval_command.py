@@ -1,0 +1,72 @@
+"""`pixelrag eval` of a retriever: files for other tools, and a paired test against a baseline."""
+
+import json
+
+import pytest
+
+from pixelrag.evaluate.compare import read_measured
+from pixelrag.evaluate.runs import read_qrels
+from tests.train import nursery
+from tests.train.material import command, merged, write_jsonl
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture
+def asked(tmp_path, base, shelf):
+    """Runs `pixelrag eval` on the shelf's held-out rows with further flags."""
+
+    def _run(*flags: str, nproc: int = 1, **sections):
+        data = {"eval": str(shelf / "eval.jsonl")}
+        config = merged(base, {"output_dir": str(tmp_path / "run"), "data": data}, sections)
+        return nursery.run([*command(tmp_path, config, "eval"), *flags], nproc=nproc)
+
+    return _run
+
+
+def test_runs_qrels_and_results_agree(asked, tmp_path, shelf):
+    corpus = [json.loads(line) for line in (shelf / "train.jsonl").read_text().splitlines()]
+    corpus += [json.loads(line) for line in (shelf / "eval.jsonl").read_text().splitlines()]
+    path = write_jsonl(
+        tmp_path / "corpus.jsonl",
+        [{"id": f"doc {i}", "text": row["passage"]} for i, row in enumerate(corpus)],
+    )
+    paths = {name: str(tmp_path / "out" / name) for name in ("run", "qrels", "all.json")}
+    flags = ["--run-file", paths["run"], "--qrels-file", paths["qrels"]]
+    asked(*flags, "--output", paths["all.json"], nproc=2, eval={"corpus": path}).check()
+    written = json.loads((tmp_path / "out" / "all.json").read_text())
+    assert written["queries"] == [f"eval.jsonl:{i}" for i in range(1, 10)]
+    qrels = read_qrels(tmp_path / "out" / "qrels")
+    assert qrels["eval.jsonl:1"] == {"doc%2026"}
+    judged = read_measured(tmp_path / "out" / "run", qrels)
+    for name, values in judged.per_query.items():
+        assert values.tolist() == pytest.approx(written["per_query"][name])
+        assert written["figures"][f"eval/{name}"] == pytest.approx(values.mean())
+    assert 0 < judged.per_query["mrr"].mean() < 1
+
+
+def test_a_baseline_may_be_a_model_or_an_earlier_result(asked, tmp_path, shelf):
+    other = str(shelf / "qwen3_vl")
+    asked("--output", str(tmp_path / "first.json"), "--model.name_or_path", other).check()
+    ends = []
+    for baseline in (other, str(tmp_path / "first.json")):
+        out = tmp_path / "second.json"
+        ended = asked("--baseline", baseline, "--output", str(out)).check()
+        assert "paired over 9 queries:" in ended.text
+        ends.append(json.loads(out.read_text()))
+    first = json.loads((tmp_path / "first.json").read_text())
+    assert ends[0]["comparison"] == ends[1]["comparison"]
+    mrr = ends[0]["comparison"]["mrr"]
+    assert mrr["baseline"] == pytest.approx(first["figures"]["eval/mrr"])
+    assert mrr["value"] == pytest.approx(ends[0]["figures"]["eval/mrr"])
+    assert mrr["baseline"] != mrr["value"]
+    assert mrr["change"]["mean"] == pytest.approx(mrr["value"] - mrr["baseline"])
+    assert mrr["change"]["low"] <= mrr["change"]["mean"] <= mrr["change"]["high"]
+
+
+def test_what_needs_a_ranking_is_refused_without_one(asked, tmp_path):
+    ended = asked(
+        "--run-file", "r", eval={"retrieval": False}, checkpoint={"best_metric": "eval/loss"}
+    )
+    assert ended.codes == [2]
+    assert "--run_file while eval.retrieval is false" in ended.text

@@ -34,7 +34,6 @@ from pixelrag.train.job import engine_for, world_of
 from pixelrag.train.rag_eval import RagEvaluation
 from pixelrag.train.text_file import require_writable
 
-
 RUN_DEPTH = 100
 # What only a retriever's evaluation can give.
 _RETRIEVER_ONLY = ("baseline", "run_file", "qrels_file")

@@ -83,6 +83,7 @@ COMMANDS = {
         "mine",
         {"output": _FOLDER},
     ),
+    "export": Command("make of a checkpoint what other tools load", "pixelrag.train.export"),
     "cache-states": Command(
         "write a teacher's final hidden states, to distil from later",
         "pixelrag.train.cache_states",

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 import pixelrag
 from pixelrag.errors import CheckpointError
-from pixelrag.export.folder import plain_name, replacing
+from pixelrag.export.folder import MAX_SHARD_SIZE, plain_name, replacing
 from pixelrag.models.causal import CausalLM
 from pixelrag.models.generator import Generator
 from pixelrag.models.load import quiet
@@ -36,6 +36,7 @@ def export_causal(
     *,
     dtype: torch.dtype = torch.float32,
     kind: str = "causal",
+    max_shard_size: str = MAX_SHARD_SIZE,
 ) -> Path:
     """Write the folder; call it on one rank.
 
@@ -49,6 +50,7 @@ def export_causal(
         folder: where to; a folder that an earlier export wrote is replaced.
         dtype: of the written weights.
         kind: of model, for `pixelrag.json`.
+        max_shard_size: as for `export_embedder`.
 
     Returns:
         The folder.
@@ -66,7 +68,7 @@ def export_causal(
     settings = {"format": SETTINGS_FORMAT, "pixelrag": pixelrag.__version__, "kind": kind}
     with replacing(folder) as part:
         with quiet():
-            twin.save_pretrained(part, state_dict=weights)
+            twin.save_pretrained(part, state_dict=weights, max_shard_size=max_shard_size)
             tokenizer.save_pretrained(part)
         (part / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     return folder

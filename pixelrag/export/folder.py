@@ -11,6 +11,7 @@ from pathlib import Path
 from pixelrag.errors import CheckpointError
 from pixelrag.models.source import SETTINGS_FILE
 
+MAX_SHARD_SIZE = "5GB"
 # Left in parameter names by torch.compile and by data-parallel wrappers.
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.")
 
@@ -53,7 +54,7 @@ def _replaceable(folder: Path) -> bool:
 
 def _sync(folder: Path) -> None:
     """Have the disk hold every file before the folder gets its name."""
-    for path in [*folder.iterdir(), folder]:
+    for path in [*folder.rglob("*"), folder]:
         handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)

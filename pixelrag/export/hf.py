@@ -5,8 +5,9 @@ published checkpoints (architecture `Qwen3VLForConditionalGeneration`, keys `mod
 `model.language_model.*`), so it also loads under that name, as servers such as vLLM expect; a
 head that is not tied to the token embeddings (8B) is left out, embeddings have no use for it. A
 LoRA model becomes `adapter_config.json` and `adapter_model.safetensors`, which
-`PeftModel.from_pretrained(base, folder)` loads. Either way the tokenizer lies beside it, and
-`pixelrag.json` says how to pool and what to put to queries and documents.
+`PeftModel.from_pretrained(base, folder)` loads. Either way the tokenizer lies beside it,
+`pixelrag.json` says how to pool and what to put to queries and documents, and so do, for
+sentence-transformers, the files of `pixelrag.export.sentence_transformers`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from transformers import PreTrainedModel, Qwen3VLForConditionalGeneration
 
 import pixelrag
 from pixelrag.errors import CheckpointError
-from pixelrag.export.folder import plain_name, replacing
+from pixelrag.export.folder import MAX_SHARD_SIZE, plain_name, replacing
+from pixelrag.export.sentence_transformers import write_modules
 from pixelrag.models import Embedder, Preprocessor
 from pixelrag.models.load import quiet, takes_pooling_layer
 from pixelrag.models.lora import ADAPTER_WEIGHTS
@@ -38,6 +40,9 @@ def export_embedder(
     folder: str | Path,
     *,
     temperature: float,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = MAX_SHARD_SIZE,
+    card: str | None = None,
 ) -> Path:
     """Write the folder; call it on one rank.
 
@@ -48,9 +53,13 @@ def export_embedder(
         embedder: the model whose architecture, pooling and adapters apply.
         preprocessor: its tokenizer, image processor and instructions are saved.
         state_dict: full CPU tensors under the keys of `embedder.state_dict()`; for LoRA the
-            adapters' suffice. Written as float32.
+            adapters' suffice.
         folder: where to.
         temperature: the trained temperature, for `pixelrag.json`.
+        dtype: of the written weights.
+        max_shard_size: weights of a whole model beyond this are several files and an index; as
+            much is held in memory a second time while it is written.
+        card: content of `README.md`.
 
     Returns:
         The folder.
@@ -60,22 +69,27 @@ def export_embedder(
             is no export; or it cannot be written. Nothing is left half-written.
     """
     folder = Path(folder)
-    weights = _checked(state_dict, embedder)
+    weights = _checked(state_dict, embedder, dtype)
     with replacing(folder) as part:
         with quiet():
             if isinstance(embedder.backbone, PeftModel):
                 _write_adapter(embedder.backbone, weights, part)
             else:
-                _write_model(embedder.base_model, weights, part)
+                _write_model(embedder.base_model, weights, part, dtype, max_shard_size)
         preprocessor.save(part)
+        write_modules(part, embedder, preprocessor)
         settings = _settings(embedder, preprocessor, temperature)
         text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
         (part / SETTINGS_FILE).write_text(text, encoding="utf-8")
+        if card is not None:
+            (part / "README.md").write_text(card, encoding="utf-8")
     return folder
 
 
-def _checked(state_dict: Mapping[str, torch.Tensor], embedder: Embedder) -> dict[str, torch.Tensor]:
-    """The backbone's weights by its own names, float32, complete and of the right shapes."""
+def _checked(
+    state_dict: Mapping[str, torch.Tensor], embedder: Embedder, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """The backbone's weights by its own names, complete and not empty."""
     given = {plain_name(key): tensor for key, tensor in state_dict.items()}
     expected = set(embedder.state_dict(keep_vars=True))
     unknown = sorted(set(given) - expected)
@@ -93,15 +107,21 @@ def _checked(state_dict: Mapping[str, torch.Tensor], embedder: Embedder) -> dict
         raise CheckpointError(
             f"{len(empty)} weights to export are empty, first {empty[0]}; were they gathered?"
         )
-    return {key.removeprefix("backbone."): _portable(tensor) for key, tensor in given.items()}
+    return {key.removeprefix("backbone."): _portable(t, dtype) for key, t in given.items()}
 
 
-def _portable(tensor: torch.Tensor) -> torch.Tensor:
+def _portable(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     tensor = tensor.detach().to("cpu")
-    return (tensor.float() if tensor.is_floating_point() else tensor).contiguous()
+    return (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous()
 
 
-def _write_model(model: PreTrainedModel, weights: dict[str, torch.Tensor], folder: Path) -> None:
+def _write_model(
+    model: PreTrainedModel,
+    weights: dict[str, torch.Tensor],
+    folder: Path,
+    dtype: torch.dtype,
+    max_shard_size: str,
+) -> None:
     # The engine may have turned the class into a sharded one; the saved name is the original's.
     model_class = next(kind for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP"))
     config = copy.deepcopy(model.config)
@@ -112,7 +132,7 @@ def _write_model(model: PreTrainedModel, weights: dict[str, torch.Tensor], folde
         weights = {f"model.{key}": tensor for key, tensor in weights.items()}
     # A twin without storage: saving asks the model for its tied weights and names only.
     with torch.device("meta"):
-        twin = model_class(config, **options)
+        twin = model_class(config, **options).to(dtype)
     shapes = {key: tensor.shape for key, tensor in twin.state_dict().items()}
     for key, tensor in weights.items():
         if tensor.shape != shapes[key]:
@@ -120,7 +140,7 @@ def _write_model(model: PreTrainedModel, weights: dict[str, torch.Tensor], folde
                 f"weight {key} to export has shape {list(tensor.shape)}, expected "
                 f"{list(shapes[key])}; was it gathered?"
             )
-    twin.save_pretrained(folder, state_dict=weights)
+    twin.save_pretrained(folder, state_dict=weights, max_shard_size=max_shard_size)
 
 
 def _write_adapter(model: PeftModel, weights: dict[str, torch.Tensor], folder: Path) -> None:

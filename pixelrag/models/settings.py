@@ -32,8 +32,8 @@ from pixelrag.models.template import DOCUMENT_INSTRUCTION, QUERY_INSTRUCTION, en
 
 # Where a tokenizer says nothing, transformers writes a length of 1e30.
 _NO_LIMIT = 10**9
-# Needed by servers that build Qwen3-VL's whole processor from an exported folder.
-_EXTRA_FILES = ("video_preprocessor_config.json", "chat_template.json")
+# What servers want of an exported Qwen3-VL besides what transformers' classes write.
+_EXTRA_FILES = ("video_preprocessor_config.json", "chat_template.json", "generation_config.json")
 
 
 def load_preprocessor(

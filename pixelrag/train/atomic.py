@@ -28,6 +28,7 @@ from typing import Any
 from pixelrag import __version__
 from pixelrag.errors import CheckpointError
 from pixelrag.train import owner
+from pixelrag.train.commit import commit
 
 logger = logging.getLogger(__name__)
 
@@ -295,8 +296,10 @@ def _fsync(path: Path) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of pixelrag and of the libraries that shape a checkpoint."""
+    """Versions of pixelrag, with its commit where known, and of what shapes a checkpoint."""
     found = {"pixelrag": __version__}
+    if (known := commit()) is not None:
+        found["commit"] = known
     for name in _VERSIONS_OF:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)

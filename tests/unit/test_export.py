@@ -303,7 +303,7 @@ def test_a_full_disk_keeps_the_earlier_export(
 ) -> None:
     embedder, preprocessor = _load(tiny_models["bert"])
     folder = _export(embedder, preprocessor, tmp_path / "best")
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
     def full(folder: Path) -> None:
         raise OSError(28, "No space left on device")
@@ -311,5 +311,5 @@ def test_a_full_disk_keeps_the_earlier_export(
     monkeypatch.setattr(preprocessor, "save", full)
     with pytest.raises(CheckpointError, match=r"cannot write the export .*No space left"):
         _export(_trained(embedder), preprocessor, folder)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     assert list(tmp_path.iterdir()) == [folder]

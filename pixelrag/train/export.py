@@ -1,0 +1,237 @@
+"""`pixelrag export`: makes of a checkpoint, best/ or last/ what other tools load. Needs no GPU.
+
+The model is held in memory once, in float32: its base is loaded, the checkpoint's tensors are
+copied into it from the mapped file, adapters are merged in place, weights are written in shards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+
+from pixelrag.config.base import JobConfig, load
+from pixelrag.config.contrastive import ContrastiveConfig
+from pixelrag.config.distill import DistillConfig
+from pixelrag.config.jobs import config_class, job_of
+from pixelrag.config.parts import LoraConfig, ModelConfig
+from pixelrag.console import say
+from pixelrag.distributed.env import process_group, read_ranks
+from pixelrag.errors import CheckpointError, ConfigError
+from pixelrag.export.causal import export_causal
+from pixelrag.export.folder import MAX_SHARD_SIZE
+from pixelrag.export.hf import export_embedder
+from pixelrag.export.model_card import RunFacts, model_card
+from pixelrag.export.rag import export_rag
+from pixelrag.losses.temperature import scale_from_log
+from pixelrag.models import Embedder, Preprocessor, load_embedder
+from pixelrag.models.causal_load import load_student, load_tokenizer, student_source
+from pixelrag.models.source import ADAPTER_FILE, SETTINGS_FILE, resolve_source, saved_settings
+from pixelrag.train.checkpoint import verify_dir
+from pixelrag.train.contrastive import build_biencoder
+from pixelrag.train.export_facts import run_of
+from pixelrag.train.job import show_log, worded_disk_errors
+from pixelrag.train.rag_data import build_parts
+from pixelrag.train.run_state import load_parameters
+
+logger = logging.getLogger("pixelrag")
+
+FORMS = ("hf", "adapter", "merged", "sentence-transformers")
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A retriever as a run left it, adapters not merged."""
+
+    embedder: Embedder
+    preprocessor: Preprocessor
+    temperature: float
+    base: str
+
+
+def main(argv: Sequence[str]) -> int:
+    """Export what the command line names; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="pixelrag export", description=__doc__)
+    parser.add_argument(
+        "checkpoint", type=Path, help="checkpoint-<step>, best or last of a run's folder"
+    )
+    parser.add_argument(
+        "--to", choices=FORMS, required=True,
+        help="hf: the whole model for from_pretrained; adapter: LoRA weights alone, for PEFT; "
+        "merged: base and adapter in one; sentence-transformers: whole, with that library's files",
+    )  # fmt: skip
+    parser.add_argument("--output", type=Path, required=True, help="folder to write")
+    parser.add_argument(
+        "--dtype", choices=_DTYPES, default="float32", help="of the written weights (float32)"
+    )
+    parser.add_argument(
+        "--max-shard-size", default=MAX_SHARD_SIZE,
+        help=f"larger weights are several files and an index ({MAX_SHARD_SIZE})",
+    )  # fmt: skip
+    options = parser.parse_args(list(argv))
+    if read_ranks()[1] > 1:
+        raise ConfigError("pixelrag export runs on one process; start it without a launcher")
+    show_log(0)
+    with process_group("cpu"), worded_disk_errors(options.output):
+        export(
+            options.checkpoint,
+            options.to,
+            options.output,
+            dtype=_DTYPES[options.dtype],
+            max_shard_size=options.max_shard_size,
+        )
+    say(f"exported {options.checkpoint} to {options.output}")
+    return 0
+
+
+def export(
+    checkpoint: Path,
+    form: str,
+    output: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = MAX_SHARD_SIZE,
+) -> None:
+    """Write ``checkpoint`` in a form of `FORMS`.
+
+    Raises:
+        CheckpointError: not a folder that can be exported, or altered; or ``output`` holds
+            something else.
+        ConfigError: the form does not fit what was trained.
+    """
+    if output.resolve() == checkpoint.resolve():
+        raise ConfigError(f"--output {output}: is the checkpoint itself; choose another folder")
+    if (checkpoint / "state.json").is_file():
+        verify_dir(checkpoint)
+        argv = ["--config", str(checkpoint / "config.yaml")]
+        config, _ = load(config_class(job_of(argv)), argv)
+        if not isinstance(config, ContrastiveConfig):
+            _export_generator(checkpoint, config, form, output, dtype, max_shard_size)
+            return
+        trained = _of_checkpoint(checkpoint, config)
+    elif (checkpoint / SETTINGS_FILE).is_file():
+        trained = _of_export(checkpoint)
+    else:
+        raise CheckpointError(
+            f"{checkpoint}: neither a checkpoint (state.json) nor an export of a run "
+            f"({SETTINGS_FILE}); name checkpoint-<step>, best or last of the run's folder"
+        )
+    _export_retriever(trained, run_of(checkpoint), form, output, dtype, max_shard_size)
+
+
+def _export_retriever(
+    trained: Trained,
+    run: RunFacts,
+    form: str,
+    output: Path,
+    dtype: torch.dtype,
+    max_shard_size: str,
+) -> None:
+    embedder = trained.embedder
+    adapted = isinstance(embedder.backbone, PeftModel)
+    if form == "hf" and adapted:
+        raise ConfigError(
+            f"--to hf: {run.checkpoint} holds adapters; take --to merged for the whole model, or "
+            "--to adapter for them alone"
+        )
+    if form in ("adapter", "merged") and not adapted:
+        raise ConfigError(f"--to {form}: {run.checkpoint} holds no adapters; take --to hf")
+    if adapted and form != "adapter":
+        embedder.backbone = embedder.backbone.merge_and_unload()
+    with torch.no_grad():
+        for parameter in embedder.parameters():  # one by one: never two copies of the whole
+            parameter.data = parameter.data.to(dtype)
+    card = model_card(
+        output.name,
+        "hf" if form == "merged" else form,
+        resolve_source(trained.base),
+        run,
+        has_vision=trained.preprocessor.has_vision,
+    )
+    export_embedder(
+        embedder,
+        trained.preprocessor,
+        embedder.state_dict(),
+        output,
+        temperature=trained.temperature,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        card=card,
+    )
+
+
+def _of_checkpoint(checkpoint: Path, config: ContrastiveConfig) -> Trained:
+    """The model of a `checkpoint-<step>`."""
+    engine = config.engine.model_copy(update={"precision": "fp32"})
+    model = config.model.model_copy(update={"attention": "auto"})
+    container, preprocessor = build_biencoder(
+        config.model_copy(update={"engine": engine, "model": model})
+    )
+    load_parameters(checkpoint, container)
+    temperature = 1.0 / float(scale_from_log(container.logit_scale()))
+    return Trained(container.encoder, preprocessor, temperature, _base_of(config.model))
+
+
+def _of_export(folder: Path) -> Trained:
+    """The model of a `best/` or `last/`, with the lengths and bounds that it was trained with."""
+    source = resolve_source(str(folder))
+    settings = saved_settings(source)
+    if "pooling" not in settings:
+        raise ConfigError(
+            f"{folder} is a {settings.get('kind', 'model')} that from_pretrained loads as it is; "
+            "nothing is left to export"
+        )
+    names = ("query_max_length", "document_max_length", "max_visual_tokens")
+    given = {name: settings[name] for name in names if settings.get(name) is not None}
+    lora = LoraConfig()
+    if (adapter := source.json(ADAPTER_FILE)) is not None:
+        lora = LoraConfig(enabled=True, r=adapter["r"], alpha=adapter["lora_alpha"])
+    model = ModelConfig(name_or_path=str(folder), **given)
+    embedder, preprocessor = load_embedder(model, lora)
+    base = adapter["base_model_name_or_path"] if adapter else run_of(folder).base or str(folder)
+    return Trained(embedder, preprocessor, settings["temperature"], base)
+
+
+def _base_of(model: ModelConfig) -> str:
+    """What the training started from; below an adapter that it went on with, its base."""
+    adapter = resolve_source(model.name_or_path).json(ADAPTER_FILE)
+    return adapter["base_model_name_or_path"] if adapter else model.name_or_path
+
+
+def _export_generator(
+    checkpoint: Path,
+    config: JobConfig,
+    form: str,
+    output: Path,
+    dtype: torch.dtype,
+    max_shard_size: str,
+) -> None:
+    """A distilled student, or all parts of a RAG model; adapters are merged."""
+    if form != "hf":
+        raise ConfigError(f"--to {form}: only for retrievers; take --to hf, adapters are merged")
+    engine = config.engine.model_copy(update={"precision": "fp32"})
+    if isinstance(config, DistillConfig):
+        student = load_student(config.student, config.lora, seed=config.seed)
+        load_parameters(checkpoint, torch.nn.ModuleDict({"student": student}))
+        tokenizer = load_tokenizer(
+            student_source(config.student), trust_remote_code=config.student.trust_remote_code
+        )
+        export_causal(
+            student, tokenizer, student.state_dict(), output,
+            dtype=dtype, max_shard_size=max_shard_size,
+        )  # fmt: skip
+        return
+    parts = build_parts(config.model_copy(update={"engine": engine}))
+    load_parameters(checkpoint, parts.container)
+    state: dict[str, Any] = parts.container.state_dict()
+    export_rag(
+        parts.container, parts.queries, parts.documents, parts.generator, state, output,
+        temperature=1.0 / float(scale_from_log(state["logit_scale.log_scale"])), dtype=dtype,
+    )  # fmt: skip

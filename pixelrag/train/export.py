@@ -175,7 +175,7 @@ def _of_checkpoint(checkpoint: Path, config: ContrastiveConfig) -> Trained:
         config.model_copy(update={"engine": engine, "model": model})
     )
     load_parameters(checkpoint, container)
-    temperature = 1.0 / float(scale_from_log(container.logit_scale()))
+    temperature = 1.0 / float(scale_from_log(container.logit_scale().detach()))
     return Trained(container.encoder, preprocessor, temperature, _base_of(config.model))
 
 

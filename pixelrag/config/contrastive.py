@@ -89,7 +89,7 @@ class ContrastiveConfig(JobConfig):
                 got=f"loss.temperature {temperature}, and a learnable one stays within 0.01 to 1",
                 remedy="start it within 0.01 to 1, or set loss.learnable_temperature false",
             )
-        yield from resume_conflicts(self.checkpoint.resume)
+        yield from resume_conflicts(self)
 
 
 def _evaluation_conflicts(config: ContrastiveConfig) -> Iterator[Conflict]:

@@ -76,7 +76,7 @@ class DistillConfig(JobConfig):
         yield from _loss_conflicts(self)
         yield from _data_conflicts(self)
         yield from _evaluation_conflicts(self)
-        yield from resume_conflicts(self.checkpoint.resume)
+        yield from resume_conflicts(self)
 
 
 def _student_conflicts(config: DistillConfig) -> Iterator[Conflict]:

@@ -164,7 +164,19 @@ class CheckpointConfig(Section):
     every_steps: int | None = Field(None, ge=1)
     """Write a checkpoint every so many steps; null = only at the end."""
     keep_last: int = Field(3, ge=1)
-    """Checkpoints to keep."""
+    """Newest checkpoints to keep."""
+    keep_every: int | None = Field(None, ge=1)
+    """Keep those of every so many steps for good; null = none."""
+    keep_best: bool = False
+    """Keep the checkpoint at which best_metric was best, where one was written at that step."""
+    async_save: bool = True
+    """Write beside the training, which waits only while its state is copied to host memory."""
+    init_from: str | None = None
+    """A checkpoint-<step> whose weights a new run starts from; nothing else of it is taken."""
+    allow_changes: list[str] = Field(default_factory=list)
+    """Options that may differ from the checkpoint's although they change what is trained."""
+    preempted_exit_code: int = Field(0, ge=0, le=125)
+    """Exit code of a run that was asked to stop and has saved."""
     resume: str = "auto"
     """auto: from the newest complete checkpoint of output_dir; never; or a checkpoint's folder."""
     save_optimizer: bool = True

@@ -86,7 +86,7 @@ class RagConfig(JobConfig):
         yield from _loss_conflicts(self.loss)
         yield from _knowledge_conflicts(self)
         yield from _evaluation_conflicts(self)
-        yield from resume_conflicts(self.checkpoint.resume)
+        yield from resume_conflicts(self)
 
 
 def _part_conflicts(config: RagConfig) -> Iterator[Conflict]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from pixelrag.config.base import JobConfig
 from pixelrag.config.ds_file import read_deepspeed_file
 from pixelrag.config.parts import EngineConfig, OptimConfig
 from pixelrag.config.problems import Conflict
@@ -85,8 +86,16 @@ def engine_conflicts(engine: EngineConfig) -> Iterator[Conflict]:
         )
 
 
-def resume_conflicts(resume: str) -> Iterator[Conflict]:
-    """A word that is no way to resume, nor a folder."""
+def resume_conflicts(config: JobConfig) -> Iterator[Conflict]:
+    """A word that is no way to resume, nor a folder; changes allowed to what is no option."""
+    resume = config.checkpoint.resume
+    for name in config.checkpoint.allow_changes:
+        if not _is_option(config, name):
+            yield Conflict(
+                ("checkpoint.allow_changes",),
+                got=f"checkpoint.allow_changes {name!r}, which is no option of this job",
+                remedy="name options or sections, such as loss.temperature or data",
+            )
     # Only a slip of the pen is caught here: a run's config.yaml must load after its checkpoints are
     # gone, and a folder that is named but missing is reported by what reads checkpoints.
     if resume not in ("auto", "never") and "/" not in resume and not Path(resume).exists():
@@ -95,3 +104,11 @@ def resume_conflicts(resume: str) -> Iterator[Conflict]:
             got=f"checkpoint.resume {resume!r}, and there is no such folder",
             remedy="auto, never, or the folder of a checkpoint",
         )
+
+
+def _is_option(section: object, path: str) -> bool:
+    for name in path.split("."):
+        if name not in getattr(type(section), "model_fields", {}):
+            return False
+        section = getattr(section, name)
+    return True

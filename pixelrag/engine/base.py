@@ -36,6 +36,13 @@ logger = logging.getLogger("pixelrag")
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer]
+# Which rank receives a parameter, by its name; every rank must answer alike.
+Owner = Callable[[str], int]
+
+
+def rank_0(name: str) -> int:
+    """Owner of everything: the rank that writes what is written once."""
+    return 0
 
 
 class Engine(ABC):
@@ -145,21 +152,25 @@ class Engine(ABC):
 
     @abstractmethod
     def full_parameters(
-        self, *, trainable_only: bool = False, prefix: str = ""
+        self, *, trainable_only: bool = False, prefix: str = "", owner: Owner = rank_0
     ) -> dict[str, torch.Tensor]:
-        """Full master weights on the CPU by name: on rank 0; an empty dict on other ranks.
+        """Full master weights on the CPU by name: on each rank those that it owns.
 
         A collective. Buffers are included unless ``trainable_only``; names that do not begin with
         ``prefix`` are left out, and not gathered.
         """
 
     @abstractmethod
-    def optimizer_state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Full optimizer state: name -> {state key -> tensor}, on rank 0; a collective."""
+    def optimizer_state(self, *, owner: Owner = rank_0) -> dict[str, dict[str, torch.Tensor]]:
+        """Full optimizer state of what a rank owns: name -> {key -> tensor}; a collective."""
 
     @abstractmethod
     def load_optimizer_state(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
         """Install what ``optimizer_state`` returned; every rank passes the whole state."""
+
+    def shape_of(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """A parameter's shape before any sharding."""
+        return tuple(parameter.shape)
 
     def named_trainable(self) -> NamedParameters:
         """The trained parameters in registration order."""

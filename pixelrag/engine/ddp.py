@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from pixelrag.engine.base import Engine, OptimizerFactory, broadcast_from_rank0
+from pixelrag.engine.base import Engine, OptimizerFactory, broadcast_from_rank0, rank_0
 from pixelrag.engine.state import load_plain_state, plain_state
 
 BUCKET_BYTES = 256 << 20
@@ -72,14 +72,13 @@ class DDPEngine(Engine):
     def gradients(self):
         return {n: p.grad.detach().clone() for n, p in self.named_trainable()}
 
-    def full_parameters(self, *, trainable_only=False, prefix=""):
-        if self.rank != 0:
-            return {}
+    def full_parameters(self, *, trainable_only=False, prefix="", owner=rank_0):
         named = self.named_tensors(trainable_only=trainable_only, prefix=prefix)
-        return {n: p.detach().to("cpu", copy=True) for n, p in named}
+        return {n: p.detach().to("cpu", copy=True) for n, p in named if owner(n) == self.rank}
 
-    def optimizer_state(self):
-        return plain_state(self.optimizer, self.named_trainable()) if self.rank == 0 else {}
+    def optimizer_state(self, *, owner=rank_0):
+        own = [(n, p) for n, p in self.named_trainable() if owner(n) == self.rank]
+        return plain_state(self.optimizer, own)
 
     def load_optimizer_state(self, state):
         load_plain_state(self.optimizer, self.named_trainable(), state)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from pydantic import ValidationError
 from torch import nn
 
-from pixelrag.engine.base import Engine, OptimizerFactory, broadcast_from_rank0
+from pixelrag.engine.base import Engine, OptimizerFactory, broadcast_from_rank0, rank_0
 from pixelrag.engine.ddp import ReducedSum
 from pixelrag.engine.order import ForwardTrace, holders_of_parameters
 from pixelrag.engine.state import load_plain_state, plain_state
@@ -217,20 +217,25 @@ class DeepSpeedEngine(Engine):
 
         return {n: safe_get_full_grad(p).detach().clone() for n, p in self.named_trainable()}
 
-    def full_parameters(self, *, trainable_only=False, prefix=""):
+    def shape_of(self, parameter):
+        return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+    def full_parameters(self, *, trainable_only=False, prefix="", owner=rank_0):
         named = self.named_tensors(trainable_only=trainable_only, prefix=prefix)
         full = {}
         for name, tensor in named:
             sharded = hasattr(tensor, "ds_id")
             with self._deepspeed.zero.GatheredParameters([tensor], enabled=sharded):
-                if self.rank == 0:
+                if self.rank == owner(name):
                     full[name] = tensor.detach().to("cpu", copy=True)
         return full
 
-    def optimizer_state(self):
+    def optimizer_state(self, *, owner=rank_0):
+        named = self.named_trainable()
         if self._hp is None:
-            return plain_state(self.optimizer, self.named_trainable()) if self.rank == 0 else {}
-        return self._hp(self._ds.optimizer).gather(self.named_trainable(), self.rank)
+            own = [(n, p) for n, p in named if owner(n) == self.rank]
+            return plain_state(self.optimizer, own)
+        return self._hp(self._ds.optimizer).gather(named, lambda name: owner(name) == self.rank)
 
     def load_optimizer_state(self, state):
         if self._hp is None:

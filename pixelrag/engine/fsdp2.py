@@ -28,6 +28,7 @@ from pixelrag.engine.base import (
     OptimizerFactory,
     broadcast_from_rank0,
     outermost_first,
+    rank_0,
 )
 from pixelrag.engine.order import ForwardTrace
 from pixelrag.engine.state import check_names, is_moment
@@ -145,22 +146,22 @@ class FSDP2Engine(Engine):
         self.fill_unused_gradients()
         return {n: _whole(p.grad).detach().clone() for n, p in self.named_trainable()}
 
-    def full_parameters(self, *, trainable_only=False, prefix=""):
+    def full_parameters(self, *, trainable_only=False, prefix="", owner=rank_0):
         self._reshard()
         named = self.named_tensors(trainable_only=trainable_only, prefix=prefix)
         full = {}
         for name, tensor in named:
             whole = _whole(tensor).detach()
-            if self.rank == 0:
+            if self.rank == owner(name):
                 full[name] = whole.to("cpu", copy=True)
         return full
 
-    def optimizer_state(self):
+    def optimizer_state(self, *, owner=rank_0):
         full: dict[str, dict[str, torch.Tensor]] = {}
         for name, parameter in self.named_trainable():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 whole = _whole(torch.as_tensor(value)).detach()
-                if self.rank == 0:
+                if self.rank == owner(name):
                     full.setdefault(name, {})[key] = whole.to("cpu", copy=True)
         return full
 

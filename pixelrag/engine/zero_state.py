@@ -9,6 +9,7 @@ that any engine can read it. Works before the first step too, when DeepSpeed has
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,8 +49,10 @@ class ZeroState(ABC):
     def flats(self) -> list[torch.Tensor]:
         """This rank's flat optimizer parameters."""
 
-    def gather(self, named: list[tuple[str, nn.Parameter]], rank: int) -> OptimizerState:
-        """Assemble the whole state on rank 0; a collective."""
+    def gather(
+        self, named: list[tuple[str, nn.Parameter]], keeps: Callable[[str], bool]
+    ) -> OptimizerState:
+        """Assemble the whole state of the parameters that this rank keeps; a collective."""
         full: OptimizerState = {}
         template = next((self._inner.state[f] for f in self.flats() if f in self._inner.state), {})
         for name, parameter in named:
@@ -60,7 +63,7 @@ class ZeroState(ABC):
                     value = example.detach().to("cpu", copy=True)
                 else:
                     value = self._assemble(parameter, part, key, shape)
-                if rank == 0:
+                if keeps(name):
                     full.setdefault(name, {})[key] = value.cpu()
         return full
 

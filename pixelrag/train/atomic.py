@@ -90,22 +90,48 @@ def atomic_dir(
             way, another live run writing the same folder, or a failure on another rank. Any
             exception of the body passes through. In every case `final` is as it was.
     """
-    temporary = hidden(final, "tmp")
     with _together(agree, f"preparing {final}"):
         if rank == 0:
-            _require_space(final, num_bytes, free)
-            _prepare(final, temporary)
+            begin(final, num_bytes, free)
     try:
-        with _together(agree, f"writing {final}"), _disk_errors(final):
-            yield temporary
-        with _together(agree, f"sealing {final}"), _disk_errors(final):
+        with _together(agree, f"writing {final}"), disk_errors(final):
+            yield hidden(final, "tmp")
+        with _together(agree, f"sealing {final}"):
             if rank == 0:
-                _seal(temporary, info or {})
-                _swap(temporary, final)
+                commit(final, info or {})
     except BaseException:
         if rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
+            abandon(final)
         raise
+
+
+def begin(final: Path, num_bytes: int = 0, free: Callable[[Path], int] = free_bytes) -> Path:
+    """Make the hidden folder whose files `commit` will bring under `final`; one process does it.
+
+    Raises:
+        CheckpointError: too little space, or another live run writes the same folder.
+    """
+    temporary = hidden(final, "tmp")
+    _require_space(final, num_bytes, free)
+    _prepare(final, temporary)
+    return temporary
+
+
+def commit(final: Path, info: Mapping[str, Any]) -> None:
+    """Seal what `begin` made, all files written, and give it its name.
+
+    Raises:
+        CheckpointError: the disk is full; what was there before is as it was.
+    """
+    temporary = hidden(final, "tmp")
+    with disk_errors(final):
+        _seal(temporary, info)
+        _swap(temporary, final)
+
+
+def abandon(final: Path) -> None:
+    """Remove what `begin` made."""
+    shutil.rmtree(hidden(final, "tmp"), ignore_errors=True)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -222,7 +248,8 @@ def _together(agree: Callable[[bool], bool], what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _disk_errors(final: Path) -> Iterator[None]:
+def disk_errors(final: Path) -> Iterator[None]:
+    """Tell a full disk in words that say what is safe and what to do."""
     try:
         yield
     except OSError as error:

@@ -110,8 +110,16 @@ def resolve_resume(resume: str, output_dir: Path) -> Path | None:
     return None
 
 
-def rotate(output_dir: Path, keep_last: int) -> list[Path]:
+def rotate(
+    output_dir: Path,
+    keep_last: int,
+    *,
+    keep_every: int | None = None,
+    keep_step: int | None = None,
+) -> list[Path]:
     """Delete checkpoints older than the `keep_last` newest good ones; return what went. Rank 0.
+
+    Those of steps that `keep_every` divides stay, and that of `keep_step`, the best.
 
     Good here means a manifest and files of the right sizes. A broken checkpoint does not count as
     kept, so the only good one never goes, whatever stands beside it.
@@ -120,8 +128,9 @@ def rotate(output_dir: Path, keep_last: int) -> list[Path]:
         raise ValueError(f"keep_last={keep_last}: expected at least 1")
     clean_leftovers(output_dir)
     good, gone = 0, []
-    for _, path in list_checkpoints(output_dir):
-        if good >= keep_last and not path.is_symlink():
+    for step, path in list_checkpoints(output_dir):
+        stays = step == keep_step or (keep_every is not None and step % keep_every == 0)
+        if good >= keep_last and not stays and not path.is_symlink():
             trash = hidden(path, "trash")
             os.rename(path, trash)  # so that a kill half-way leaves no half checkpoint
             discard(trash)

@@ -31,7 +31,7 @@ from pixelrag.train.job import (
     worded_disk_errors,
 )
 from pixelrag.train.loop import Loop
-from pixelrag.train.run_state import load_optimizer, load_parameters
+from pixelrag.train.run_state import load_optimizer, load_start
 from pixelrag.train.start import go_on, run_job
 from pixelrag.train.task import StepReport
 from pixelrag.train.text_file import require_writable
@@ -124,9 +124,7 @@ class ContrastiveTask:
             with together():
                 require_text(dataset)
         self._evaluator = evaluator_of(config, held_out, self._preprocessor)
-        if checkpoint is not None:
-            with together():
-                load_parameters(checkpoint, self._container)
+        load_start(checkpoint, config, self._container)
         self.engine = engine_for(config, world, self._container, self._embedder.blocks())
         if checkpoint is not None:
             with together():

@@ -37,7 +37,7 @@ from pixelrag.train.job import (
     worded_disk_errors,
 )
 from pixelrag.train.loop import Loop
-from pixelrag.train.run_state import load_optimizer, load_parameters
+from pixelrag.train.run_state import load_optimizer, load_start
 from pixelrag.train.start import go_on, run_job
 from pixelrag.train.task import StepReport
 from pixelrag.train.text_file import require_writable
@@ -154,9 +154,7 @@ class DistillTask:
         self._container = build_container(config, world, contract)
         self._student = self._container.student
         shape = ModelShape.of(self._student, contract.vocab_size)
-        if checkpoint is not None:
-            with together():
-                load_parameters(checkpoint, self._container)
+        load_start(checkpoint, config, self._container)
         self.engine = engine_for(config, world, self._container, self._student.blocks())
         if checkpoint is not None:
             with together():

@@ -18,7 +18,8 @@ from pixelrag.distributed.env import World, process_group, read_ranks
 from pixelrag.distributed.together import together
 from pixelrag.engine import Engine, build_engine
 from pixelrag.errors import CheckpointError, PixelragError
-from pixelrag.train.checkpoint import resolve_resume
+from pixelrag.train.atomic import MANIFEST
+from pixelrag.train.checkpoint import resolve_resume, verify_dir
 from pixelrag.train.optimizer import adamw
 
 logger = logging.getLogger("pixelrag")
@@ -69,10 +70,22 @@ def checkpoint_of(config: JobConfig) -> Path | None:
         CheckpointError: there is none where one is named, or the folder cannot be read.
     """
     output = Path(config.output_dir)
+    if config.checkpoint.init_from is not None:
+        _require_checkpoint(Path(config.checkpoint.init_from))
     try:
         return resolve_resume(config.checkpoint.resume, output)
     except OSError as error:
         raise CheckpointError(f"{output}: cannot be read ({error.strerror or error})") from error
+
+
+def _require_checkpoint(folder: Path) -> None:
+    if not (folder / MANIFEST).exists():
+        raise CheckpointError(
+            f"checkpoint.init_from: {folder} is no checkpoint (it has no {MANIFEST}); expected a "
+            "checkpoint-<step> of a run. An exported folder, best/ or last/, is a model: name it "
+            "as the model instead"
+        )
+    verify_dir(folder)
 
 
 def num_steps(config: JobConfig, steps_per_epoch: float) -> int:

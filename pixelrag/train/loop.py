@@ -6,11 +6,13 @@ that loss and norm are finite; clip, update; log, evaluate, save, stop when they
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import platform
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,13 @@ from pixelrag.distributed.env import World
 from pixelrag.distributed.together import together
 from pixelrag.errors import NonFiniteError
 from pixelrag.train.atomic import versions
-from pixelrag.train.checkpoint import checkpoint_dir, rotate
+from pixelrag.train.checkpoint import checkpoint_dir
 from pixelrag.train.metrics import RunningMeans, Throughput, peak_memory
 from pixelrag.train.metrics_writer import MetricsWriter
 from pixelrag.train.optimizer import set_learning_rate
 from pixelrag.train.progress import ProgressView
-from pixelrag.train.run_state import RunState, gather_ids, save_run, seed_step
+from pixelrag.train.run_state import RunState, gather_ids, seed_step
+from pixelrag.train.saver import Saver
 from pixelrag.train.schedule import multiplier, resolve_warmup
 from pixelrag.train.signals import StopRequest
 from pixelrag.train.task import StepReport, Task
@@ -70,7 +73,8 @@ class Loop:
             self._count(figures)
         self._throughput = Throughput()
         self._last_figures: dict[str, float] = {}
-        self._saved_step = resumed.step if resumed else 0
+        self._best_step = resumed.best_step if resumed else None
+        self._begun_step = resumed.step if resumed else 0
         optim = config.optim
         self._warmup = resolve_warmup(total_steps, optim.warmup_ratio, optim.warmup_steps)
 
@@ -92,7 +96,9 @@ class Loop:
             rank=self._world.rank,
         )
         stop_reason = None
-        with writer, view, StopRequest(self._output) as stop:
+        self._saver = Saver(self._output, self._task.engine, self._config, view.message)
+        self._saver.saved_step = first
+        with writer, view, StopRequest(self._output) as stop, self._settled():
             from_main(self._open_folder)
             step = first
             if self._config.eval.on_start and self._resumed is None:
@@ -108,6 +114,14 @@ class Loop:
             if stop_reason is not None and step < self._total_steps:
                 return self._preempted(step, stop_reason, writer, view, stop)
             return self._finish(step, started, writer, view)
+
+    @contextlib.contextmanager
+    def _settled(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._saver.settle()
+            raise
 
     def _open_folder(self) -> None:
         replace_text(self._output / "config.yaml", dump(self._config))
@@ -168,7 +182,7 @@ class Loop:
         raise told_by_main(
             NonFiniteError(
                 f"step {step + 1}: the {what}; all ranks stop here, no checkpoint is written and "
-                f"checkpoint-{self._saved_step} is the last. Rows that it comes from: "
+                f"checkpoint-{self._saver.saved_step} is the last. Rows that it comes from: "
                 f"{named}. Rows of the step: {batch}. Look at those rows, lower "
                 "optim.learning_rate, or use engine.precision fp32"
             )
@@ -209,7 +223,7 @@ class Loop:
             if self._best is None or (
                 value < self._best if lower_is_better else value > self._best
             ):
-                self._best = value
+                self._best, self._best_step = value, step
                 self._task.export(self._output / "best")
 
     def _save_if_due(self, step: int, writer: MetricsWriter, view: ProgressView) -> None:
@@ -223,27 +237,25 @@ class Loop:
             with together():
                 writer.sync()
             position, identity = self._task.position(), fingerprint(self._config)
-            state = RunState(step, position, self._best, identity, self._unlogged)
-            folder = save_run(
-                self._output,
-                self._task.engine,
-                self._config,
-                state,
-                save_optimizer=self._config.checkpoint.save_optimizer,
+            unlogged = list(self._unlogged)
+            self._begun_step = step
+            self._saver.save(
+                RunState(step, position, self._best, identity, unlogged, self._best_step)
             )
-            from_main(lambda: rotate(self._output, self._config.checkpoint.keep_last))
-            self._saved_step = step
-            view.message(f"saved {folder}")
 
     def _agree_to_stop(self, stop: StopRequest) -> str | None:
         reason = stop.requested()
-        if not agree_max([int(reason is not None)])[0]:
+        stops, failed = agree_max([int(reason is not None), int(self._saver.has_failed)])
+        if failed:
+            self._saver.fail()
+        if not stops:
             return None
         return reason or "another rank was asked to stop"
 
     def _preempted(self, step, reason, writer, view, stop) -> dict[str, Any]:
-        if self._saved_step != step:
+        if self._begun_step != step:
             self._save(step, writer, view)
+        self._saver.finish()
         folder = checkpoint_dir(self._output, step)
 
         def mark() -> None:
@@ -257,6 +269,7 @@ class Loop:
     def _finish(self, step, started, writer, view) -> dict[str, Any]:
         # A run that died after its last checkpoint resumes here, its figures already recorded.
         self._last_figures = self._last_figures or self._task.evaluate()
+        self._saver.finish()
         self._world.position.move("exporting the model", step)
         self._task.export(self._output / "last")
         summary = {

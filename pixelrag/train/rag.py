@@ -32,7 +32,7 @@ from pixelrag.train.rag_data import RagData, build_parts, check_rows, open_data
 from pixelrag.train.rag_eval import RagEvaluation, RagEvaluator
 from pixelrag.train.rag_index import KnowledgeBase
 from pixelrag.train.rag_retrieve import RagCollator, Retriever
-from pixelrag.train.run_state import RunState, load_optimizer, load_parameters
+from pixelrag.train.run_state import RunState, load_optimizer, load_start
 from pixelrag.train.start import go_on, run_job
 from pixelrag.train.task import StepReport
 from pixelrag.train.text_file import require_writable
@@ -170,8 +170,7 @@ class RagTask:
         )
         with together():
             check_rows(config, data, self._parts)
-            if checkpoint is not None:
-                load_parameters(checkpoint, self._container)
+        load_start(checkpoint, config, self._container)
         self.engine = engine_for(config, world, self._container, self._container.blocks())
         if checkpoint is not None:
             with together():

@@ -3,6 +3,8 @@
 checkpoint-<step>/
   model.safetensors       trained parameters by name, whole, fp32
   optimizer.safetensors   "<parameter>|<key>" -> state, whole (absent with save_optimizer: false)
+                          (with W ranks W parts of each, model-00001-of-0000W.safetensors: a tensor
+                          is whole in one of them, so any number of ranks can read them)
   state.json              step, position in the data, best figure, figures not yet logged,
                           fingerprint of the config
   config.yaml             the resolved configuration
@@ -15,7 +17,8 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +26,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from pixelrag.config.base import JobConfig, dump, fingerprint
+from pixelrag.config.base import JobConfig, fingerprint
 from pixelrag.config.yaml_file import read_yaml
-from pixelrag.distributed.collectives import agree_max, gather_objects
+from pixelrag.distributed.collectives import gather_objects
 from pixelrag.distributed.together import together
 from pixelrag.engine.base import Engine
+from pixelrag.engine.state import OptimizerState
 from pixelrag.errors import CheckpointError
-from pixelrag.train.atomic import atomic_dir
-from pixelrag.train.checkpoint import checkpoint_dir
-from pixelrag.train.state import load_tensors, save_tensors
+from pixelrag.train.state import load_tensors
 
 logger = logging.getLogger("pixelrag")
 
@@ -67,6 +69,7 @@ class RunState:
         fingerprint: of the configuration.
         unlogged: figures of each step since the last logged one, so that the next line's means
             are those of an uninterrupted run.
+        best_step: the step at which that best figure was reached.
     """
 
     step: int
@@ -74,6 +77,7 @@ class RunState:
     best: float | None
     fingerprint: str
     unlogged: list[dict[str, float]]
+    best_step: int | None = None
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
@@ -86,34 +90,34 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     torch.manual_seed(int(mixed[0]))
 
 
-def save_run(
-    output_dir: Path, engine: Engine, config: JobConfig, state: RunState, *, save_optimizer: bool
-) -> Path:
-    """Write ``checkpoint-<step>``; a collective.
+def part_name(kind: str, rank: int, world_size: int) -> str:
+    """Name of a rank's part of ``model`` or ``optimizer``; plain where one rank writes it all."""
+    return kind if world_size == 1 else f"{kind}-{rank + 1:05}-of-{world_size:05}"
+
+
+def flat_optimizer(state: OptimizerState) -> dict[str, torch.Tensor]:
+    """Optimizer state as one mapping, "<parameter>|<key>" -> tensor."""
+    return {f"{name}|{key}": v for name, entries in state.items() for key, v in entries.items()}
+
+
+def read_parts(folder: Path, kind: str) -> dict[str, torch.Tensor]:
+    """All tensors of ``model`` or ``optimizer``, whoever wrote them; empty where there are none.
 
     Raises:
-        CheckpointError: it does not fit on the disk or cannot be written; older ones are as before.
+        CheckpointError: a part cannot be read, or is missing.
     """
-    final = checkpoint_dir(output_dir, state.step)
-    parameters = engine.full_parameters(trainable_only=True)
-    optimizer = engine.optimizer_state() if save_optimizer else {}
-    flat = {f"{name}|{key}": v for name, entries in optimizer.items() for key, v in entries.items()}
-    num_bytes = sum(t.numel() * t.element_size() for t in [*parameters.values(), *flat.values()])
-    info = {"step": state.step, "world_size": engine.world_size, "engine": engine.name}
-    writing = atomic_dir(final, info=info, num_bytes=num_bytes, rank=engine.rank, agree=all_ranks)
-    with together(), writing as folder:
-        if engine.rank == 0:
-            save_tensors(folder / "model", parameters)
-            if save_optimizer:
-                save_tensors(folder / "optimizer", flat)
-            (folder / "state.json").write_text(json.dumps(asdict(state)), encoding="utf-8")
-            (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
-    return final
-
-
-def all_ranks(ok: bool) -> bool:
-    """Logical and over ranks."""
-    return agree_max([int(not ok)])[0] == 0
+    found = sorted(folder.glob(f"{kind}.safetensors")) or sorted(
+        folder.glob(f"{kind}-*-of-*.safetensors")
+    )
+    if not found:
+        return {}
+    count = found[0].stem.rsplit("-", 1)[-1] if found[0].stem != kind else "1"
+    if len(found) != int(count):
+        raise CheckpointError(f"{folder}: {len(found)} parts of {kind}, expected {int(count)}")
+    tensors: dict[str, torch.Tensor] = {}
+    for file in found:
+        tensors |= load_tensors(file.with_suffix(""))[0]
+    return tensors
 
 
 def read_state(folder: Path, config: JobConfig) -> RunState:
@@ -140,24 +144,30 @@ def _compare_configs(folder: Path, config: JobConfig) -> None:
         if before.get(path) != now.get(path)
     }
     adaptable = {*_ADAPTABLE, *config.adaptable}
-    refused = [
-        text
-        for path, text in differing.items()
-        if path.split(".")[0] in _IDENTITY and path not in adaptable
-    ]
+    allowed = config.checkpoint.allow_changes
+    identity = [p for p in differing if p.split(".")[0] in _IDENTITY and p not in adaptable]
+    refused = [differing[p] for p in identity if not is_allowed(p, allowed)]
     if refused:
         raise CheckpointError(
             f"{folder} was written under another configuration, which this run cannot continue:\n"
             + "\n".join(f"  {text}" for text in refused)
-            + "\nRestore these settings, or choose another output_dir for a new run"
+            + "\nRestore these settings, name those that are meant in checkpoint.allow_changes, or "
+            "choose another output_dir for a new run"
         )
     changed = [
         text
         for path, text in differing.items()
-        if path.startswith("optim.") or (path in adaptable and path not in _SILENT)
+        if path.startswith("optim.")
+        or path in identity
+        or (path in adaptable and path not in _SILENT)
     ]
     if changed:
         logger.warning("resuming with changed settings: %s", "; ".join(changed))
+
+
+def is_allowed(path: str, allowed: Sequence[str]) -> bool:
+    """Whether an option, or a section that holds it, is named in ``checkpoint.allow_changes``."""
+    return any(path == name or path.startswith(f"{name}.") for name in allowed)
 
 
 def _leaves(values: Any, path: str = "") -> dict[str, Any]:
@@ -169,6 +179,23 @@ def _leaves(values: Any, path: str = "") -> dict[str, Any]:
     return found
 
 
+def load_start(checkpoint: Path | None, config: JobConfig, module: nn.Module) -> None:
+    """Put a resumed run's weights, or those of ``checkpoint.init_from``, into a fresh module.
+
+    A collective.
+
+    Raises:
+        CheckpointError: names or shapes are not those that the module trains.
+    """
+    source = checkpoint or config.checkpoint.init_from
+    if source is None:
+        return
+    with together():
+        load_parameters(Path(source), module)
+    if checkpoint is None:
+        logger.info("a new run, with the weights of %s", source)
+
+
 @torch.no_grad()
 def load_parameters(folder: Path, module: nn.Module) -> None:
     """Copy a checkpoint's parameters into a module that no engine has sharded yet.
@@ -176,7 +203,7 @@ def load_parameters(folder: Path, module: nn.Module) -> None:
     Raises:
         CheckpointError: names or shapes are not those that the module trains.
     """
-    tensors, _ = load_tensors(folder / "model")
+    tensors = read_parts(folder, "model")
     trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
     unlike = sorted(trained.keys() ^ tensors.keys())
     if unlike:
@@ -199,14 +226,14 @@ def load_optimizer(folder: Path, engine: Engine) -> None:
     A checkpoint written with ``save_optimizer: false`` has none: the moments start anew, and a
     warning says so.
     """
-    if not (folder / "optimizer.safetensors").exists():
+    flat = read_parts(folder, "optimizer")
+    if not flat:
         logger.warning(
             "%s holds no optimizer state: AdamW's moments start at zero, so the first steps "
             "differ from an uninterrupted run",
             folder,
         )
         return
-    flat, _ = load_tensors(folder / "optimizer")
     state: dict[str, dict[str, torch.Tensor]] = {}
     for label, value in flat.items():
         name, key = label.rsplit("|", 1)

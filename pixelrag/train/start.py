@@ -11,12 +11,16 @@ from pixelrag.config.base import JobConfig
 from pixelrag.distributed.collectives import from_main
 from pixelrag.distributed.env import World
 from pixelrag.distributed.together import together
+from pixelrag.errors import CheckpointError
 from pixelrag.train.job import world_of
 from pixelrag.train.loop import is_finished
 from pixelrag.train.run_state import RunState, read_state
 from pixelrag.train.sinks import check_sinks
 
 logger = logging.getLogger("pixelrag")
+
+# Sections that decide which batches there are.
+_DATA = {"data", "batch", "packing", "knowledge_base"}
 
 Config = TypeVar("Config", bound=JobConfig)
 
@@ -29,8 +33,8 @@ def run_job(config: Config, train: Callable[[Config, World], dict[str, Any]]) ->
     """
     check_sinks([n for n in ("tensorboard", "wandb", "trackio") if getattr(config.logging, n)])
     with world_of(config) as world:
-        train(config, world)
-    return 0
+        summary = train(config, world)
+    return config.checkpoint.preempted_exit_code if "preempted" in summary else 0
 
 
 def go_on(
@@ -54,7 +58,15 @@ def go_on(
         return None, False
     state = from_main(lambda: read_state(checkpoint, config))
     with together():
-        go_on_at(state.position)
+        try:
+            go_on_at(state.position)
+        except CheckpointError as error:
+            if not _DATA & {name.split(".")[0] for name in config.checkpoint.allow_changes}:
+                raise
+            logger.warning(
+                "%s\n  allowed by checkpoint.allow_changes: the data begin at their first batch",
+                error,
+            )
     output = Path(config.output_dir)
     if state.step >= total_steps and from_main(lambda: is_finished(output, state.step)):
         logger.info("%s has all %d steps; nothing to do", checkpoint, total_steps)

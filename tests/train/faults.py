@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 
 from pixelrag.errors import CheckpointError
 from pixelrag.models.preprocess import Preprocessor
-from pixelrag.train import contrastive, loop
+from pixelrag.train import contrastive, loop, saver
 from pixelrag.train.metrics_writer import MetricsWriter
 
 Task = contrastive.ContrastiveTask
@@ -204,3 +205,24 @@ def full_record(payload: dict[str, Any]) -> None:
         raise CheckpointError("metrics.jsonl: cannot be written; the run stops here")
 
     MetricsWriter.write = lambda self, *rest: refuse() if _rank() == 0 else None
+
+
+def slow_disk(payload: dict[str, Any]) -> None:
+    """Writing a checkpoint's part takes `seconds` longer."""
+    _before(saver.Saver, "_write_own", lambda *_: time.sleep(payload["seconds"]))
+
+
+def broken_part(payload: dict[str, Any]) -> None:
+    """On rank `rank` the part of the checkpoint of step `step` cannot be written."""
+
+    def fail(self: Any, folder: Path, *_: Any) -> None:
+        if _rank() == payload["rank"] and folder.name == f".checkpoint-{payload['step']}.tmp":
+            raise CheckpointError("no space left for part 2")
+
+    _before(saver.Saver, "_write_own", fail)
+
+
+def die_after(payload: dict[str, Any]) -> None:
+    """Die, as by SIGKILL, once this process has computed for `seconds` of CPU time."""
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, payload["seconds"])

@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from safetensors.torch import load_file
 
 from pixelrag.train.checkpoint import verify_dir
@@ -26,7 +28,8 @@ def settings(shelf) -> dict[str, Any]:
         "batch": {"per_device_batch_size": 4, "gradient_accumulation_steps": 2},
         "optim": {"max_steps": 6, "warmup_steps": 2},
         "eval": {"every_steps": 2},
-        "checkpoint": {"every_steps": 3, "best_metric": "eval/loss"},
+        # Where a run is killed right behind a checkpoint, that checkpoint must be there.
+        "checkpoint": {"every_steps": 3, "best_metric": "eval/loss", "async_save": False},
         "logging": {"every_steps": 2},
     }
 
@@ -54,8 +57,11 @@ def one_step(tmp_path, base):
     return _run
 
 
-def _weights(folder: Path) -> dict[str, Any]:
-    return load_file(folder / "model.safetensors")
+def _weights(folder: Path, kind: str = "model") -> dict[str, Any]:
+    """All tensors of a checkpoint or export, of however many parts."""
+    files = sorted(folder.glob(f"{kind}*.safetensors"))
+    assert files
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def _assert_equal_runs(run: Path, straight: Path) -> None:
@@ -65,7 +71,7 @@ def _assert_equal_runs(run: Path, straight: Path) -> None:
         assert mine.keys() == theirs.keys()
         unlike = [key for key in mine if not mine[key].equal(theirs[key])]
         assert not unlike, f"{name}: {unlike}"
-    mine, theirs = (load_file(f / "checkpoint-6/optimizer.safetensors") for f in (run, straight))
+    mine, theirs = (_weights(f / "checkpoint-6", "optimizer") for f in (run, straight))
     assert all(mine[key].equal(theirs[key]) for key in theirs)
     assert len(mine) == len(theirs)
     states = [json.loads((f / "checkpoint-6" / "state.json").read_text()) for f in (run, straight)]
@@ -103,7 +109,7 @@ def test_other_engines_and_worlds_go_on(start, tmp_path, shelf):
     """Three parts of one run on three engines and three world sizes, within rounding."""
     plain = {"model": {"name_or_path": str(shelf / "bert")}}
     start("straight", plain, {"batch": {"per_device_batch_size": 8}}).wait().check()
-    often = {"checkpoint": {"every_steps": 2}}
+    often = {"checkpoint": {"every_steps": 2}}  # and written at once: the kill comes right behind
     for engine, nproc, done in (("zero3", 2, 0), ("fsdp2", 1, 2), ("zero1", 4, 4)):
         share = {"batch": {"per_device_batch_size": 8 // nproc}, "engine": {"name": engine}}
         fault: dict[str, Any] = {}
@@ -121,7 +127,7 @@ def test_other_engines_and_worlds_go_on(start, tmp_path, shelf):
 def test_no_optimizer_state_is_told(one_step, tmp_path):
     folder, ended = one_step({"checkpoint": {"save_optimizer": False}}, nproc=2)
     ended.check()
-    assert not (folder / "checkpoint-1" / "optimizer.safetensors").exists()
+    assert not list((folder / "checkpoint-1").glob("optimizer*"))
     verify_dir(folder / "checkpoint-1")
     _, ended = one_step({"optim": {"max_steps": 2}}, nproc=2)
     ended.check()
@@ -274,3 +280,103 @@ def test_a_stop_file_stops(start, tmp_path):
     assert "stopped at step 1 of 6: STOP file" in ended.outputs[0]
     assert not (tmp_path / "run" / "STOP").exists()
     assert (tmp_path / "run" / "checkpoint-1").is_dir()
+
+
+def test_every_rank_writes_its_part(one_step):
+    folder, ended = one_step({"engine": {"name": "fsdp2"}}, nproc=2)
+    ended.check()
+    checkpoint = folder / "checkpoint-1"
+    parts = [f"model-{part}.safetensors" for part in ("00001-of-00002", "00002-of-00002")]
+    names = sorted(path.name for path in checkpoint.glob("*.safetensors"))
+    assert names == [*parts, *(part.replace("model", "optimizer") for part in parts)]
+    sizes = [(checkpoint / part).stat().st_size for part in parts]
+    assert max(sizes) < 0.7 * sum(sizes)
+    parameters = [load_file(checkpoint / part) for part in parts]
+    assert not parameters[0].keys() & parameters[1].keys()
+
+
+def test_steps_go_on_while_a_checkpoint_is_written(start, tmp_path):
+    """The disk takes half a second; the steps behind the checkpoint do not wait for it."""
+    often = {"checkpoint": {"every_steps": 2, "async_save": True}, "eval": {"every_steps": None}}
+    slow = {"setup": "tests.train.faults:slow_disk", "payload": {"seconds": 0.5}}
+    ended = start("beside", often, nproc=2, **slow).wait().check()
+    start("straight", often, {"checkpoint": {"every_steps": 2}}, nproc=2).wait().check()
+    _assert_equal_runs(tmp_path / "beside", tmp_path / "straight")
+    lines = ended.outputs[0].splitlines()
+    saved = next(i for i, line in enumerate(lines) if "saved" in line and "checkpoint-2 " in line)
+    assert any("step 4/6" in line for line in lines[:saved])
+    waited, disk = re.search(r"waited ([\d.]+) s, the disk ([\d.]+) s", lines[saved]).groups()
+    assert float(waited) < 0.5 <= float(disk)
+
+
+def test_a_checkpoint_that_fails_beside_the_training_stops_it(start, tmp_path):
+    """On the rank that did not write well and on the one that did, with what was wrong."""
+    often = {"checkpoint": {"every_steps": 2, "async_save": True}}
+    broken = {"setup": "tests.train.faults:broken_part", "payload": {"rank": 1, "step": 4}}
+    ended = start("run", often, nproc=2, **broken).wait()
+    assert ended.codes == [5, 5]
+    assert "rank 1: no space left for part 2" in ended.outputs[0]
+    assert ended.outputs[0].count("error:") == 1
+    names = [path.name for path in (tmp_path / "run").glob("*checkpoint-*")]
+    assert names == ["checkpoint-2"]
+
+
+def test_the_best_and_every_other_checkpoint_stay(start, tmp_path):
+    options = {"every_steps": 1, "keep_last": 1, "keep_every": 4, "keep_best": True}
+    rates = {"optim": {"learning_rate": 0.5}}  # training only spoils it: the first is the best
+    start("run", {"checkpoint": options, "eval": {"every_steps": 1}}, rates).wait().check()
+    losses = series(tmp_path / "run", "eval/loss")
+    best = losses.index(min(losses)) + 1
+    names = {path.name for path in (tmp_path / "run").glob("checkpoint-*")}
+    assert names == {f"checkpoint-{step}" for step in (best, 4, 6)}
+    assert best not in (4, 6)
+
+
+def test_a_new_run_starts_from_the_weights_of_another(one_step, start, tmp_path):
+    folder, ended = one_step()
+    ended.check()
+    source = str(folder / "checkpoint-1")
+    still = {"optim": {"learning_rate": 1e-12, "max_steps": 1, "warmup_steps": 0}}
+    again = {"checkpoint": {"init_from": source}, "loss": {"temperature": 0.2}}
+    ended = (
+        start("new", {"model": {"name_or_path": _model_of(folder)}}, still, again).wait().check()
+    )
+    assert f"a new run, with the weights of {source}" in ended.text
+    mine, theirs = _weights(tmp_path / "new" / "checkpoint-1"), _weights(folder / "checkpoint-1")
+    for name in theirs:
+        assert mine[name].sub(theirs[name]).abs().max() < 1e-6, name
+    ended = start("other", {"checkpoint": {"init_from": str(folder / "last")}}).wait()
+    assert ended.codes == [5]
+    assert "name it as the model instead" in ended.text
+
+
+def _model_of(run: Path) -> str:
+    return yaml.safe_load((run / "config.yaml").read_text())["model"]["name_or_path"]
+
+
+def test_changes_of_meaning_are_allowed_by_name(one_step, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    data = {"data": {"train": write_jsonl(path, text_rows(12))}}
+    one_step(data)[1].check()
+    write_jsonl(path, text_rows(15, first=1))
+    more = {"optim": {"max_steps": 2}, "loss": {"temperature": 0.1}}
+    _, ended = one_step(data, more, {"checkpoint": {"allow_changes": ["data"]}})
+    assert ended.codes == [5]
+    assert "loss.temperature: was 0.07, is 0.1" in ended.text
+    assert "checkpoint.allow_changes" in ended.text
+    names = {"checkpoint": {"allow_changes": ["data", "loss.temperature"]}}
+    _, ended = one_step(data, more, names)
+    ended.check()
+    assert "resuming with changed settings: loss.temperature: was 0.07, is 0.1" in ended.text
+    assert "the data begin at their first batch" in ended.text
+    _, ended = one_step(data, {"checkpoint": {"allow_changes": ["los.temperature"]}})
+    assert ended.codes == [2]
+    assert "checkpoint.allow_changes 'los.temperature', which is no option" in ended.text
+
+
+def test_the_exit_code_of_a_preempted_run_is_the_users(start, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "STOP").touch()
+    ended = start("run", {"checkpoint": {"preempted_exit_code": 75}}, nproc=2).wait()
+    assert ended.codes == [75, 75]
+    assert (tmp_path / "run" / "PREEMPTED").exists()

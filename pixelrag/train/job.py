@@ -8,8 +8,8 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from logging.handlers import MemoryHandler
 from pathlib import Path
-from typing import TextIO
 
 from torch import nn
 
@@ -25,12 +25,10 @@ from pixelrag.train.optimizer import adamw
 logger = logging.getLogger("pixelrag")
 
 
-def show_log(rank: int, log_dir: Path | None = None) -> None:
+def show_log(rank: int) -> None:
     """Let rank 0 tell what pixelrag does on the terminal; other ranks show errors alone there.
 
-    Args:
-        rank: this process's rank.
-        log_dir: where ranks other than 0 write what they have to say, each to a file of its own.
+    What those others have to say is kept for `open_rank_log`.
     """
     if not logger.handlers:
         terminal = logging.StreamHandler(sys.stderr)
@@ -38,27 +36,32 @@ def show_log(rank: int, log_dir: Path | None = None) -> None:
         terminal.setLevel(logging.INFO if rank == 0 else logging.ERROR)
         logger.addHandler(terminal)
         logger.propagate = False
-        if rank != 0 and log_dir is not None:
-            own = _RankLog(log_dir / f"rank-{rank:05}.log", encoding="utf-8", delay=True)
-            own.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-            logger.addHandler(own)
+        if rank != 0:
+            logger.addHandler(MemoryHandler(10_000, flushLevel=logging.CRITICAL + 1))
     logger.setLevel(logging.INFO)
     # Hub and tokenizer chatter of every rank would bury it.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-class _RankLog(logging.FileHandler):
-    """Makes its folder with its first line: a refused job leaves none behind."""
+def open_rank_log(folder: Path, rank: int) -> None:
+    """Write what this rank has said, and will say, to a file of its own; rank 0 has the terminal.
 
-    def _open(self) -> TextIO:
-        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
-        return super()._open()
+    Called once a run begins: a job that is refused leaves no folder behind.
+    """
+    for kept in [h for h in logger.handlers if isinstance(h, MemoryHandler)]:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = logging.FileHandler(folder / f"rank-{rank:05}.log", encoding="utf-8")
+        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        kept.setTarget(file)
+        kept.close()
+        logger.removeHandler(kept)
+        logger.addHandler(file)
 
 
 @contextlib.contextmanager
 def world_of(config: JobConfig) -> Iterator[World]:
     """The process group that the configuration describes, and a log of what is done in it."""
-    show_log(read_ranks()[0], Path(config.output_dir) / "logs")
+    show_log(read_ranks()[0])
     with process_group(config.engine.device, config.engine.timeout_seconds) as world:
         yield world
 

@@ -23,6 +23,7 @@ from pixelrag.distributed.together import together
 from pixelrag.errors import NonFiniteError
 from pixelrag.train.atomic import versions
 from pixelrag.train.checkpoint import checkpoint_dir
+from pixelrag.train.job import open_rank_log
 from pixelrag.train.metrics import RunningMeans, Throughput, peak_memory
 from pixelrag.train.metrics_writer import MetricsWriter
 from pixelrag.train.optimizer import set_learning_rate
@@ -100,6 +101,8 @@ class Loop:
         self._saver.saved_step = first
         with writer, view, StopRequest(self._output) as stop, self._settled():
             from_main(self._open_folder)
+            with together():
+                open_rank_log(self._output / "logs", self._world.rank)
             step = first
             if self._config.eval.on_start and self._resumed is None:
                 self._evaluate(step, writer, view, may_be_best=False)
@@ -178,6 +181,7 @@ class Loop:
         self._means.add(figures)
 
     def _not_finite(self, step: int, what: str, suspects: list[str], ids: list[str]) -> None:
+        self._saver.settle()
         named, batch = gather_ids(suspects), gather_ids(ids, most=32)
         raise told_by_main(
             NonFiniteError(

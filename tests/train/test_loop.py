@@ -57,7 +57,7 @@ def test_what_a_run_leaves(run, shelf):
     assert first["train/temperature"] == pytest.approx(0.07, rel=0.01)
     assert sorted(path.name for path in folder.iterdir()) == [
         *("best", "checkpoint-2", "checkpoint-4", "checkpoint-5", "config.yaml", "last"),
-        *("metrics.jsonl", "run_id", "summary.json"),
+        *("logs", "metrics.jsonl", "run_id", "summary.json"),
     ]
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["step"] == 5

@@ -98,7 +98,7 @@ def atomic_dir(
             yield hidden(final, "tmp")
         with _together(agree, f"sealing {final}"):
             if rank == 0:
-                commit(final, info or {})
+                publish(final, info or {})
     except BaseException:
         if rank == 0:
             abandon(final)
@@ -106,7 +106,7 @@ def atomic_dir(
 
 
 def begin(final: Path, num_bytes: int = 0, free: Callable[[Path], int] = free_bytes) -> Path:
-    """Make the hidden folder whose files `commit` will bring under `final`; one process does it.
+    """Make the hidden folder whose files `publish` will bring under `final`; one process does it.
 
     Raises:
         CheckpointError: too little space, or another live run writes the same folder.
@@ -117,7 +117,7 @@ def begin(final: Path, num_bytes: int = 0, free: Callable[[Path], int] = free_by
     return temporary
 
 
-def commit(final: Path, info: Mapping[str, Any]) -> None:
+def publish(final: Path, info: Mapping[str, Any]) -> None:
     """Seal what `begin` made, all files written, and give it its name.
 
     Raises:

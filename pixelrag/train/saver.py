@@ -183,7 +183,7 @@ class Saver:
             "world_size": self._engine.world_size,
             "engine": self._engine.name,
         }
-        atomic.commit(final, info)
+        atomic.publish(final, info)
         options = self._config.checkpoint
         rotate(
             self._output,

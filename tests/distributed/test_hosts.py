@@ -183,7 +183,8 @@ def test_a_host_is_lost(pair, long_run, tmp_path, fault):
     cluster.processes[1].communicate()
     code = cluster.processes[0].returncode
     assert code != 0
-    assert re.search(rf"No sign of life from rank 1 on {pair[1].name} \(step \d+, ", told), told
+    # Where it stood is as old as its last beat, up to a second: many of these steps.
+    assert f"No sign of life from rank 1 on {pair[1].name} (" in told
     newest = max(int(p.name.split("-")[1]) for p in output.glob("checkpoint-*"))
     alone = ["--batch.per_device_batch_size=8", f"--optim.max_steps={newest + 2}"]
     ended = nursery.run([*long_run, *alone]).check()

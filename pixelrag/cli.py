@@ -57,6 +57,9 @@ COMMANDS = {
         "prove on this machine that the gradients are those of the full batch",
         "pixelrag.verify.command",
     ),
+    "inspect": Command(
+        "say what a folder is, and whether two belong together", "pixelrag.provenance.command"
+    ),
     "launch-check": Command(
         "look at every host, device and path of the cluster before a run",
         "pixelrag.launch_check.command",

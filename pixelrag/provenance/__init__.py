@@ -1,0 +1,1 @@
+"""What an artifact is, and whether two belong together: `pixelrag inspect`."""

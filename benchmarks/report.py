@@ -156,12 +156,51 @@ def packing(rows: Rows) -> str:
     return f"{table(head, runs)}\n\nPacked over unpacked: {ratio:.2f} (median of the rounds)."
 
 
+def rag_refresh(rows: Rows) -> str:
+    """Steps beside a refresh, indexes and memory of `benchmarks.rag_refresh`."""
+    steps = [
+        (
+            row["ranks"],
+            _percentiles(row["alone_seconds"]),
+            _percentiles(row["beside_seconds"]),
+            f"{row['ratio']:.2f}",
+        )
+        for row in of_kind(rows, "steps")
+        if "ratio" in row
+    ]
+    indexes = [
+        (
+            f"{row['type']} ({row['factory']})",
+            f"{row['vectors']:,}",
+            row["build_cpu_seconds"],
+            row["query_cpu_ms"],
+            row["recall"],
+        )
+        for row in of_kind(rows, "index")
+    ]
+    memory = [
+        (
+            row["type"],
+            *(row[f"{n}_mib"] for n in ("file", "one_private", "two_private", "two_mapped")),
+        )
+        for row in of_kind(rows, "memory")
+    ]
+    return "\n\n".join(
+        [
+            table(("ranks", "step alone, s", "beside a refresh, s", "ratio"), steps),
+            table(("index", "vectors", "build, cpu s", "cpu ms a query", "recall@10"), indexes),
+            table(("index", "file MiB", "one: private", "two: private", "two: mapped"), memory),
+        ]
+    )
+
+
 SECTIONS: dict[str, Callable[[Rows], str]] = {
     "gradcache_cost": gradcache_cost,
     "peers": peers,
     "communication": communication,
     "kd_loss": kd_loss,
     "packing": packing,
+    "rag_refresh": rag_refresh,
 }
 
 

@@ -11,7 +11,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import common, communication, gradcache_cost, netns, peers, report
+from benchmarks import (
+    common,
+    communication,
+    gradcache_cost,
+    netns,
+    peers,
+    rag_refresh,
+    report,
+)
 from pixelrag.distributed.env import process_group
 
 LACKING = netns.missing_requirement()
@@ -103,6 +111,19 @@ def test_gradcache_cost_runs(tiny_models, tmp_path: Path, capsys):
 
 
 @pytest.mark.usefixtures("few_texts")
+@pytest.mark.parametrize(("kind", "least"), [("flat", 1.0), ("hnsw", 0.9), ("ivf flat", 0.8)])
+def test_indexes_find_what_exact_search_finds(kind, least):
+    row = rag_refresh.measure_index(kind, 1500, 16)
+    assert least <= row["recall"] <= 1.0
+    assert row["build_cpu_seconds"] >= 0
+
+
+def test_two_open_indexes_are_mapped_and_not_copied():
+    row = rag_refresh.measure_memory("hnsw", 3000, 64)
+    assert row["file_mib"] > 1
+    assert row["two_private_mib"] < row["file_mib"]
+
+
 def test_peers_compute_the_same_gradient(tiny_models):
     names = [name for name in peers.installed() if name != "gradcache"]
     work = peers.Workload(*common.code_search_pairs(6), 4, 16, str(tiny_models["bert"]))

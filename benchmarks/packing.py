@@ -1,13 +1,23 @@
 """Tokens a second of whole distillation steps, packed rows against one chat a row.
 
-    python -m benchmarks.packing --output benchmarks/results/packing.jsonl
+    python -m benchmarks.packing --output benchmarks/results/packing-4x1536.jsonl
 
 The job is `pixelrag distill` itself, from chats to optimizer step: SmolLM2-135M-Instruct teaches
 a student of its own layers, on chats about the standard library. A chat has one turn or several,
 their number drawn from a log-normal distribution: many short ones and a long tail, with a mean
-under a third of a row. Both ways take the same number of rows at once; unpacked ones are padded to
-the longest of a micro-batch, as usual. Only real tokens count, padding does not. Every run is a
-process of its own, in an order that reverses from round to round, and a ratio is that of a round.
+under a third of a row. Of these a sample is taken, evenly over their lengths, and every way trains
+on all of it once, with as many rows at once:
+
+packed       rows filled with chats
+unpacked     a chat a row, padded to the longest of its micro-batch; otherwise as packed: no head
+             sees padding
+plain        the same rows as scripts without packing compute them: attention over whole rows, all
+             of the logits of both models
+plain-full   plain, with every row padded to the row length (`padding="max_length"`); a few steps
+             only, as each costs the same
+
+Only real tokens count, padding does not. Every run is a process of its own, and a second is one of
+its processor seconds.
 """
 
 from __future__ import annotations
@@ -15,39 +25,43 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 from benchmarks import common
+from benchmarks.packing_job import FULL_ROWS
 from pixelrag.demo.chats import build_chats
 from pixelrag.demo.distill import GGUF, PACKAGE
 
-WAYS = {"packed": "true", "unpacked": "false"}
+_UNPACKED = ["--packing.enabled=false"]
+_PLAIN = [
+    *_UNPACKED, "--loss.implementation=logits", "--student.attention=sdpa",
+    "--teacher.attention=sdpa",
+]  # fmt: skip
+WAYS = {
+    "packed": [],
+    "unpacked": _UNPACKED,
+    "plain": _PLAIN,
+    "plain-full": [FULL_ROWS, *_PLAIN],
+}
 FIGURES = {
     "tokens_per_second": "perf/tokens_per_second",
-    "supervised_tokens_per_second": "perf/supervised_tokens_per_second",
     "step_seconds": "perf/step_seconds",
     "peak_gib": "mem/peak_gib",
-    "fill": "data/fill",
 }
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--row-length", type=int, default=1024, help="tokens of a row (1024)")
-    parser.add_argument("--rows", type=int, default=8, help="rows at once (8)")
-    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step (1)")
-    parser.add_argument("--steps", type=int, default=4, help="packed steps, two to warm up (4)")
-    parser.add_argument("--unpacked-steps", type=int, default=10, help="unpacked ones (10)")
+    parser.add_argument("--row-length", type=int, default=1536, help="tokens of a row (1536)")
+    parser.add_argument("--rows", type=int, default=4, help="rows at once (4)")
+    parser.add_argument("--chats", type=int, default=40, help="chats to train on (40)")
+    parser.add_argument("--full-steps", type=int, default=1, help="steps of plain-full (1)")
     parser.add_argument("--layers", type=int, default=6, help="the student's layers (6)")
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each way (2)")
-    parser.add_argument("--threads", type=int, default=2, help="of the process (2)")
+    parser.add_argument("--threads", type=int, default=1, help="of the process (1)")
     parser.add_argument("--output", type=Path, help="JSONL file to write")
     return parser.parse_args(argv)
 
@@ -57,29 +71,32 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     command = ["benchmarks.packing", *(sys.argv[1:] if argv is None else argv)]
     results = common.Results(options.output, options.threads, command)
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in WAYS}
+    found: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         train = Path(folder) / "train.jsonl"
-        turns = long_tailed(build_chats(Path(folder) / "chats").train_path, train)
-        results.add({"kind": "data", "chats": len(turns), "turns": Counter(turns)})
-        for turn in range(options.rounds):
-            names = list(WAYS) if turn % 2 == 0 else list(reversed(WAYS))
-            for name in names:
-                figures = _run(Path(folder) / f"{name}-{turn}", train, name, options)
-                found[name].append(figures)
-                results.add({"kind": "run", "round": turn, "way": name, **figures})
-    rates = {name: [run["tokens_per_second"] for run in runs] for name, runs in found.items()}
-    ratios = [a / b for a, b in zip(rates["packed"], rates["unpacked"], strict=True)]
+        long_tailed(build_chats(Path(folder) / "chats").train_path, train)
+        results.add({"kind": "data", "chats": options.chats, "of": spread(train, options.chats)})
+        for name in WAYS:
+            figures = found[name] = _run(Path(folder) / name, train, name, options)
+            if name == "plain-full":
+                # Its few steps cost what all would cost; the tokens are those of all steps.
+                tokens = found["unpacked"]["tokens_per_second"] * found["unpacked"]["step_seconds"]
+                figures["tokens_per_second"] = tokens / figures["step_seconds"]
+            results.add({"kind": "run", "way": name, **figures})
+    rates = {name: figures["tokens_per_second"] for name, figures in found.items()}
+    ratios = {f"packed_over_{n}": round(rates["packed"] / rates[n], 3) for n in list(WAYS)[1:]}
     results.add(
-        {
-            "kind": "summary",
-            "row_length": options.row_length,
-            "rows": options.rows,
-            **{f"{name}_tokens_per_second": statistics.median(rates[name]) for name in WAYS},
-            "packed_over_unpacked": round(statistics.median(ratios), 3),
-        }
+        {"kind": "summary", "row_length": options.row_length, "rows": options.rows, **ratios}
     )
     return 0
+
+
+def spread(path: Path, number: int) -> int:
+    """Keep so many of a file's rows, evenly over their lengths; return how many there were."""
+    rows = sorted(path.read_text("utf-8").splitlines(), key=lambda row: (len(row), row))
+    middles = [(2 * i + 1) * len(rows) // (2 * number) for i in range(number)]
+    path.write_text("".join(rows[i] + "\n" for i in middles), encoding="utf-8")
+    return len(rows)
 
 
 def long_tailed(source: Path, target: Path) -> list[int]:
@@ -101,23 +118,22 @@ def long_tailed(source: Path, target: Path) -> list[int]:
     return turns
 
 
-def _run(output: Path, train: Path, way: str, options: argparse.Namespace) -> dict[str, Any]:
+def _run(output: Path, train: Path, way: str, options: argparse.Namespace) -> dict[str, float]:
     model = {"name_or_path": f"package:{PACKAGE}", "gguf_file": GGUF}
     flags = [
         f"--{part}.{key}={value}" for part in ("student", "teacher") for key, value in model.items()
     ]
+    full = way == "plain-full"
     flags += [
         f"--output_dir={output}", f"--student.num_layers={options.layers}",
-        f"--data.train={train}", "--data.bad_rows=skip", f"--packing.enabled={WAYS[way]}",
-        f"--packing.length={options.row_length}", "--loss.chunk_size=256",
-        f"--batch.per_device_batch_size={options.rows}",
-        f"--batch.gradient_accumulation_steps={options.accumulate}",
-        f"--optim.max_steps={options.steps if way == 'packed' else options.unpacked_steps}",
-        "--logging.every_steps=1",
+        f"--data.train={train}", "--data.bad_rows=skip", f"--packing.length={options.row_length}",
+        "--loss.chunk_size=256", f"--batch.per_device_batch_size={options.rows}",
+        "--batch.gradient_accumulation_steps=1", "--logging.every_steps=1",
         "--checkpoint.save_optimizer=false", "--engine.device=cpu",
+        f"--optim.max_steps={options.full_steps}" if full else "--optim.num_epochs=1",
     ]  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-m", "pixelrag", "distill", *flags],
+        [sys.executable, "-m", "benchmarks.packing_job", *WAYS[way], *flags],
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
@@ -126,7 +142,7 @@ def _run(output: Path, train: Path, way: str, options: argparse.Namespace) -> di
     if done.returncode != 0:
         raise RuntimeError(f"{way} ended with code {done.returncode}:\n{done.stderr[-4000:]}")
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    last = next(row for row in reversed(rows) if FIGURES["tokens_per_second"] in row)
+    last = next(row for row in reversed(rows) if "perf/tokens_per_second" in row)
     return {name: last[key] for name, key in FIGURES.items()}
 
 

@@ -138,22 +138,25 @@ def kd_loss(rows: Rows) -> str:
 
 
 def packing(rows: Rows) -> str:
-    """Tokens a second of `benchmarks.packing`."""
+    """Tokens a processor second of `benchmarks.packing`."""
     runs = [
         (
             row["way"],
-            row["round"],
             f"{row['tokens_per_second']:.0f}",
-            f"{row['supervised_tokens_per_second']:.0f}",
             f"{row['step_seconds']:.2f}",
             f"{row['peak_gib']:.2f}",
         )
         for row in of_kind(rows, "run")
     ]
     (total,) = of_kind(rows, "summary")
-    head = ("rows", "round", "tokens a second", "supervised", "seconds a step", "peak GiB")
-    ratio = total["packed_over_unpacked"]
-    return f"{table(head, runs)}\n\nPacked over unpacked: {ratio:.2f} (median of the rounds)."
+    head = ("way", "tokens a second", "seconds a step", "peak GiB")
+    ratios = [
+        f"{key.removeprefix('packed_over_')} {value:.2f}"
+        for key, value in total.items()
+        if key.startswith("packed_over_")
+    ]
+    shape = f"{total['rows']} rows of {total['row_length']:,} tokens"
+    return f"{shape}.\n\n{table(head, runs)}\n\nPacked over: {', '.join(ratios)}."
 
 
 def rag_refresh(rows: Rows) -> str:

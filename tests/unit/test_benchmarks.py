@@ -16,6 +16,8 @@ from benchmarks import (
     communication,
     gradcache_cost,
     netns,
+    packing,
+    packing_job,
     peers,
     rag_refresh,
     report,
@@ -288,6 +290,27 @@ def test_a_failing_case_says_what_its_ranks_said():
         netns.hosts(2, rate_mbit=1000) as hosts,
     ):
         communication.run_on_hosts(hosts, payload, timeout_seconds=120)
+
+
+def test_chats_are_taken_evenly_over_their_lengths(tmp_path: Path):
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join("x" * (7 * i % 30) + "\n" for i in range(30)))
+    assert packing.spread(path, 3) == 30
+    assert [len(row) for row in path.read_text().splitlines()] == [5, 15, 25]
+
+
+def test_the_packing_job_counts_processor_seconds_and_pads(monkeypatch: pytest.MonkeyPatch):
+    for module, name in ((packing_job.loop, "Throughput"), (packing_job.distill, "PackedCollator")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # put back at the end
+    said: list[str] = []
+    monkeypatch.setattr(packing_job.cli, "main", lambda argv: said.extend(argv) or 0)
+    assert packing_job.main([packing_job.FULL_ROWS, "--seed=1"]) == 0
+    assert said == ["distill", "--seed=1"]
+    assert packing_job.distill.PackedCollator(None, 0, fixed_width=False)._fixed_width
+    throughput = packing_job.loop.Throughput()
+    sum(range(10**6))
+    throughput.step(1, 2)  # the first one counts
+    assert 0 < throughput.rates()["perf/step_seconds"] < 10
 
 
 def test_the_summary_holds_what_the_files_hold(tmp_path: Path):

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pydantic import Field
 
 from pixelrag.config.base import JobConfig
+from pixelrag.config.contrastive_data import DataConfig, data_conflicts
 from pixelrag.config.parts import (
     CheckpointConfig,
-    DataConfig,
     EngineConfig,
     LoggingConfig,
     LoraConfig,
@@ -75,6 +75,7 @@ class ContrastiveConfig(JobConfig):
         """Yield every pair of settings that cannot stand together, with what mends it."""
         yield from length_conflicts(self.optim)
         yield from engine_conflicts(self.engine)
+        yield from data_conflicts(self.data, self.optim.max_steps)
         yield from _evaluation_conflicts(self)
         if self.lora.vision and not self.lora.enabled:
             yield Conflict(

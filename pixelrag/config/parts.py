@@ -53,14 +53,14 @@ class LoraConfig(Section):
 
 
 class DataFiles(Section):
-    """What names files to train on in `train`, and held-out ones in `eval`."""
+    """What names files to train on in `train` and `text`, and held-out ones in `eval`."""
 
-    @field_validator("train", "eval", mode="before", check_fields=False)
+    @field_validator("train", "eval", "text", mode="before", check_fields=False)
     @classmethod
     def _one_path(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
 
-    @field_validator("train", "eval", check_fields=False)
+    @field_validator("train", "eval", "text", check_fields=False)
     @classmethod
     def _real_paths_once(cls, value: list[str]) -> list[str]:
         if any(not path.strip() for path in value):
@@ -68,21 +68,6 @@ class DataFiles(Section):
         if len(set(value)) < len(value):
             raise PydanticCustomError("paths", "each path once")
         return value
-
-
-class DataConfig(DataFiles):
-    train: list[str] = Field(min_length=1)
-    """JSONL files of (query, document) rows."""
-    eval: list[str] = Field(default_factory=list)
-    """Held-out JSONL files of the same form."""
-    bad_rows: Literal["error", "skip"] = "error"
-    """error: refuse to start on a bad row; skip: train without it and say how many there are."""
-    num_hard_negatives: int | None = Field(None, ge=0)
-    """Use at most this many hard negatives of a row; null = all."""
-    num_workers: int = Field(0, ge=0)
-    """Processes a rank uses to prepare batches; 0 = none beside itself."""
-    drop_last: bool = False
-    """Leave out an epoch's last batch where it is smaller than the others."""
 
 
 class OptimConfig(Section):

@@ -12,6 +12,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from pixelrag.config.section import accepts
+
 # What other trainers call the options of ours that no spelling comparison would find.
 SYNONYMS = {
     "lr": "optim.learning_rate",
@@ -145,7 +147,7 @@ def _type_in_words(annotation: Any, bounds: str = "") -> str:
     if origin is typing.Literal:
         return "one of " + ", ".join(str(member) for member in members)
     if origin is list:
-        return f"a list of texts{bounds}"
+        return f"a list of {'texts' if accepts(members[0], str) else 'numbers'}{bounds}"
     words = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
     return words.get(annotation, "a section of options") + bounds
 

@@ -5,9 +5,11 @@ hours cannot end at a broken file. All problems of all rows are collected before
 """
 
 import hashlib
+import itertools
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -93,6 +95,7 @@ class PairDataset:
 
     Attributes:
         rows: the rows.
+        files: which of them are of which file, by the file's path as given.
         report: the report they were chosen by.
 
     Raises:
@@ -118,21 +121,27 @@ class PairDataset:
                 f"data.num_hard_negatives: got {num_hard_negatives}, expected 0 or more, "
                 "or null for all that a row has"
             )
-        lines, fingerprint = _read(paths, num_hard_negatives)
+        names = names_of(paths)
+        lines, fingerprint = _read(names, num_hard_negatives)
         if report is None:
             report = _check(lines, fingerprint, progress, workers)
         elif report.fingerprint != fingerprint:
             raise DataError(
-                f"{', '.join(names_of(paths))}: not the data that was checked (got fingerprint "
+                f"{', '.join(names)}: not the data that was checked (got fingerprint "
                 f"{fingerprint[:12]}, expected {report.fingerprint[:12]}); every process must see "
                 "the same files, and they may not change during the run"
             )
         refuse_or_skip(report, bad_rows)
         bad = {(fault.file, fault.line) for fault in report.bad}
         self.report = report
-        self.rows: list[PairRow] = [
-            line.row for line in lines if line.row and (line.file, line.number) not in bad
-        ]
+        kept = [line for line in lines if line.row and (line.file, line.number) not in bad]
+        self.rows: list[PairRow] = [line.row for line in kept]
+        counts = Counter(line.file for line in kept)
+        ends = itertools.accumulate(counts[name] for name in names)
+        self.files = {
+            name: range(start, end)
+            for name, (start, end) in zip(names, itertools.pairwise([0, *ends]), strict=True)
+        }
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -1,18 +1,20 @@
 """Which rows make up a batch: the same ones however many processes there are, and after a resume.
 
-An epoch is a permutation of all rows that depends on (seed, epoch) alone. Global batch number `i`
-of an epoch is a slice of it, and a rank's part is a slice of that. So any batch of any epoch can be
-named without walking there: resuming costs one permutation, and may go on with another number of
-processes. This matters more than usual here, since in contrastive training a row's loss depends on
+An order (`pixelrag.data.orders`) names the rows of a global batch by its number; mostly an epoch is
+a permutation of all rows that depends on (seed, epoch) alone. A rank's part is a slice of the
+batch. So any batch of any epoch can be named without walking there: resuming costs one permutation,
+and may go on with another number of processes. This matters more than usual here, since in contrastive training a row's loss depends on
 which other rows are in its batch.
 """
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pixelrag.data.orders import BatchOrder, PooledOrder
 from pixelrag.errors import CheckpointError, ConfigError, DataError
 
 logger = logging.getLogger("pixelrag")
@@ -31,6 +33,8 @@ class GlobalBatchSampler:
         rank, world_size: this process and how many there are.
         seed: of the permutations, not negative.
         drop_last: leave out an epoch's last batch if it is smaller than the others.
+        order: names the rows of each batch; None = a `PooledOrder` of the arguments above, which
+            it must have been made of.
 
     Raises:
         ConfigError: the batch is smaller than the world, or an argument is out of its range.
@@ -45,6 +49,8 @@ class GlobalBatchSampler:
         world_size: int = 1,
         seed: int = 0,
         drop_last: bool = False,
+        *,
+        order: BatchOrder | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ConfigError(f"rank {rank} is not one of {world_size} (expected 0 to world - 1)")
@@ -82,13 +88,12 @@ class GlobalBatchSampler:
         self.drop_last = drop_last
         self.position = 0
         """Global batches served so far, over all epochs."""
-        self._permutation: tuple[int, NDArray[np.int64]] | None = None
+        self.order = order or PooledOrder(num_rows, global_batch_size, seed, drop_last=drop_last)
 
     @property
     def batches_per_epoch(self) -> int:
         """Global batches in one pass over the data."""
-        whole, rest = divmod(self.num_rows, self.global_batch_size)
-        return whole if self.drop_last else whole + (rest > 0)
+        return self.order.batches_per_epoch
 
     @property
     def epoch(self) -> int:
@@ -104,9 +109,7 @@ class GlobalBatchSampler:
         Returns:
             Row indices, [global_batch_size] int64, or fewer in an epoch's last batch.
         """
-        epoch, batch = divmod(position, self.batches_per_epoch)
-        start = batch * self.global_batch_size
-        return self._epoch_order(epoch)[start : start + self.global_batch_size]
+        return self.order.batch(position)
 
     def local_batch(self, position: int) -> list[int]:
         """This rank's part of a global batch: contiguous, sizes and order as `np.array_split`."""
@@ -123,38 +126,43 @@ class GlobalBatchSampler:
             self.position += 1
             yield batch
 
-    def state_dict(self, position: int | None = None) -> dict[str, int]:
+    def state_dict(self, position: int | None = None) -> dict[str, Any]:
         """Where the sampler stands, for a checkpoint. The rank and the world are not part of it.
 
         Args:
             position: batches really trained on, where that is not what the sampler has handed out
                 (a loader that prefetches runs ahead of training).
         """
+        position = self.position if position is None else position
+        return {"position": position, **self._identity(), **self.order.place(position)}
+
+    def _identity(self) -> dict[str, Any]:
         return {
-            "position": self.position if position is None else position,
             "num_rows": self.num_rows,
             "global_batch_size": self.global_batch_size,
             "seed": self.seed,
             "drop_last": int(self.drop_last),
+            **self.order.identity(),
         }
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on exactly where `state` was taken, on this or another number of processes.
 
         Raises:
             CheckpointError: the state is of other data, batch size or seed, with which its batches
                 cannot be continued.
         """
-        ours = self.state_dict()
-        if state.keys() != ours.keys():
+        ours = self._identity()
+        told = self.state_dict().keys() - ours.keys()
+        if state.keys() != ours.keys() | told:
             raise CheckpointError(
-                f"the sampler's state has {sorted(state)}, expected {sorted(ours)}; "
-                "it was written by another version of pixelrag"
+                f"the sampler's state has {sorted(state)}, expected {sorted(ours.keys() | told)}; "
+                "it was written under other options of data, or by another version of pixelrag"
             )
         differing = [
             f"{name} was {state[name]}, is {ours[name]}"
             for name in ours
-            if name != "position" and state[name] != ours[name]
+            if state[name] != ours[name]
         ]
         if differing:
             raise CheckpointError(
@@ -164,13 +172,3 @@ class GlobalBatchSampler:
                 "with checkpoint.resume: never"
             )
         self.position = state["position"]
-
-    def _epoch_order(self, epoch: int) -> NDArray[np.int64]:
-        """The permutation of an epoch, [num_rows] int64; the last one asked for is kept."""
-        if self._permutation is None or self._permutation[0] != epoch:
-            # Sorting raw draws, since NumPy promises the same raw stream in every release, but not
-            # the same `Generator.permutation`: a resumed run must not depend on the release.
-            draws = np.random.PCG64(np.random.SeedSequence([self.seed, epoch]))
-            order = np.argsort(draws.random_raw(self.num_rows), kind="stable")
-            self._permutation = epoch, order.astype(np.int64, copy=False)
-        return self._permutation[1]

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pixelrag.data import orders
 from pixelrag.data.sampler import GlobalBatchSampler
 from pixelrag.errors import CheckpointError, ConfigError, DataError
 
@@ -111,15 +112,15 @@ def test_resuming_far_into_training_draws_one_permutation(monkeypatch):
     sampler = GlobalBatchSampler(1000, 10)
     sampler.load_state_dict(sampler.state_dict(position=123_456_789))
     drawn = []
-    original = GlobalBatchSampler._epoch_order
+    original = orders.row_order
 
-    def counting(self, epoch):
-        drawn.append(epoch)
-        return original(self, epoch)
+    def counting(num_rows, order, *entropy):
+        drawn.append(entropy)
+        return original(num_rows, order, *entropy)
 
-    monkeypatch.setattr(GlobalBatchSampler, "_epoch_order", counting)
+    monkeypatch.setattr(orders, "row_order", counting)
     next(iter(sampler))
-    assert drawn == [1_234_567]
+    assert drawn == [(0, 1_234_567)]
 
 
 def test_epochs_and_seeds_differ_and_the_order_is_pinned():

@@ -3,8 +3,8 @@
 An order (`pixelrag.data.orders`) names the rows of a global batch by its number; mostly an epoch is
 a permutation of all rows that depends on (seed, epoch) alone. A rank's part is a slice of the
 batch. So any batch of any epoch can be named without walking there: resuming costs one permutation,
-and may go on with another number of processes. This matters more than usual here, since in contrastive training a row's loss depends on
-which other rows are in its batch.
+and may go on with another number of processes. This matters more than usual here, since in
+contrastive training a row's loss depends on which other rows are in its batch.
 """
 
 import logging

@@ -136,13 +136,18 @@ class TextOrder:
             rows = np.concatenate([main, self._num_main_rows + text])
             return rows[np.argsort(np.concatenate(keys), kind="stable")]
         text = self._text_before(position)
-        if self._text_before(position + 1) > text:
+        if self.text_share(position):
             return self._num_main_rows + self._text.batch(text)
         return self._main.batch(position - text)
 
     def phase(self, position: int) -> Phase:
         """The phase that a batch is in."""
         return self._phases[bisect.bisect_right([p.first for p in self._phases], position) - 1]
+
+    def text_share(self, position: int) -> float:
+        """Share of text in a batch, 0 to 1."""
+        text = self._text_before(position + 1) - self._text_before(position)
+        return text / (self._batch_size if self._mix == "rows" else 1)
 
     def identity(self) -> dict[str, object]:
         shares = [[phase.first, str(phase.share)] for phase in self._phases]

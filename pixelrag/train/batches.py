@@ -81,6 +81,7 @@ def load_batches(
     preprocessor: Preprocessor,
     *,
     num_workers: int = 0,
+    prefetch_factor: int = 2,
 ) -> Iterator[PairBatch]:
     """Endless batches in the sampler's order.
 
@@ -90,6 +91,7 @@ def load_batches(
         preprocessor: makes model inputs.
         num_workers: processes that prepare batches ahead, at most one a core; 0 = none beside this
             one.
+        prefetch_factor: batches that each of them prepares ahead.
     """
     collator = PairCollator(dataset, preprocessor)
     num_workers = bounded_workers(num_workers)
@@ -100,6 +102,7 @@ def load_batches(
         batch_size=None,  # an index is a whole batch already
         sampler=sampler,
         num_workers=num_workers,
+        prefetch_factor=prefetch_factor,
         persistent_workers=True,
         pin_memory=torch.cuda.is_available(),
         # Its own: the workers' seed must not be drawn from the stream that dropout draws from.

@@ -12,6 +12,7 @@ import torch
 from pixelrag.config.contrastive import ContrastiveConfig
 from pixelrag.data.pairs import PairDataset
 from pixelrag.data.sampler import GlobalBatchSampler
+from pixelrag.data.text_schedule import TextOrder
 from pixelrag.distributed.collectives import from_main
 from pixelrag.distributed.env import World
 from pixelrag.distributed.together import together
@@ -23,14 +24,14 @@ from pixelrag.losses.temperature import scale_from_log
 from pixelrag.models import Preprocessor, load_embedder
 from pixelrag.models.biencoder import BiEncoder
 from pixelrag.train.batches import PairBatch, load_batches
-from pixelrag.train.inputs import HeldOut, open_dataset, open_held_out, require_text
+from pixelrag.train.inputs import HeldOut, open_held_out, require_text
 from pixelrag.train.job import (
     checkpoint_of,
     engine_for,
-    num_steps,
     worded_disk_errors,
 )
 from pixelrag.train.loop import Loop
+from pixelrag.train.pair_sampler import build_sampler, open_training_rows
 from pixelrag.train.run_state import load_optimizer, load_start
 from pixelrag.train.start import go_on, run_job
 from pixelrag.train.task import StepReport
@@ -52,42 +53,33 @@ def train(config: ContrastiveConfig, world: World) -> dict[str, Any]:
     """Run the job inside an existing process group; a collective. Returns the run's summary."""
     output = Path(config.output_dir)
     checkpoint = from_main(lambda: checkpoint_of(config))
-    dataset = open_dataset(config, config.data.train)
+    rows = open_training_rows(config)
     held_out = open_held_out(config)
     with together():
-        sampler = GlobalBatchSampler(
-            len(dataset),
-            config.batch.per_device_batch_size * world.world_size,
-            world.rank,
-            world.world_size,
-            config.seed,
-            config.data.drop_last,
-        )
-        total_steps = num_steps(
-            config, sampler.batches_per_epoch / config.batch.gradient_accumulation_steps
-        )
+        sampler, total_steps = build_sampler(config, rows, world)
         # Before a large model is loaded in vain.
         require_writable(output)
     state, ended = go_on(
         config,
         checkpoint,
         total_steps,
-        lambda position: _go_on_at(position, sampler, dataset, checkpoint),
+        lambda position: _go_on_at(position, sampler, rows.dataset, checkpoint),
     )
     if ended:
         return {"step": state.step}
-    task = ContrastiveTask(config, world, dataset, held_out, sampler, checkpoint)
-    _say_arithmetic(config, world, len(dataset), total_steps)
+    task = ContrastiveTask(config, world, rows.dataset, held_out, sampler, checkpoint)
+    _say_arithmetic(config, world, rows.num_main, total_steps)
     return Loop(task, config, world, total_steps, state).run()
 
 
 def _go_on_at(
     position: dict[str, Any], sampler: GlobalBatchSampler, dataset: PairDataset, checkpoint: Path
 ) -> None:
-    if position["data"] != dataset.report.fingerprint:
+    was, now = position["data"], dataset.report.fingerprint
+    if was != now:
         raise CheckpointError(
-            f"{checkpoint} was written under other data: the content of data.train has changed "
-            f"(fingerprint was {position['data'][:12]}, is {dataset.report.fingerprint[:12]}). "
+            f"{checkpoint} was written under other data: the content of data.train or data.text "
+            f"has changed (fingerprint was {was[:12]}, is {now[:12]}). "
             "Restore the files, or choose another output_dir for a new run"
         )
     sampler.load_state_dict(position["sampler"])
@@ -131,7 +123,11 @@ class ContrastiveTask:
                 load_optimizer(checkpoint, self.engine)
         self._consumed = sampler.position
         self._batches: Iterator[PairBatch] = load_batches(
-            dataset, sampler, self._preprocessor, num_workers=config.data.num_workers
+            dataset,
+            sampler,
+            self._preprocessor,
+            num_workers=config.data.num_workers,
+            prefetch_factor=config.data.prefetch_factor,
         )
         self._scale = 1.0 / config.loss.temperature
 
@@ -155,13 +151,16 @@ class ContrastiveTask:
             last=last,
         )
         self._scale = result.scale
+        figures = {"train/accuracy": result.accuracy}
+        if isinstance(self._sampler.order, TextOrder):
+            figures["train/text_share"] = self._sampler.order.text_share(self._consumed - 1)
         suspects = [batch.query_ids[i] for i in result.bad_queries]
         suspects += [batch.document_ids[i] for i in result.bad_documents]
         return StepReport(
             loss=result.loss,
             rows=result.num_queries,
             tokens=result.num_tokens,
-            figures={"train/accuracy": result.accuracy},
+            figures=figures,
             suspects=list(dict.fromkeys(suspects)),
         )
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from pixelrag.config.contrastive import ContrastiveConfig
+from pixelrag.data.files import files_of
 from pixelrag.data.images import image_progress_bar
 from pixelrag.data.pairs import DataReport, PairDataset, check_files, load_corpus
 from pixelrag.data.schema import Document, PairRow
@@ -22,7 +24,7 @@ class HeldOut:
     corpus: dict[str, Document] | None
 
 
-def open_dataset(config: ContrastiveConfig, paths: list[str]) -> PairDataset:
+def open_dataset(config: ContrastiveConfig, files: list[Path]) -> PairDataset:
     """Check files and images on rank 0, open them on every rank; a collective.
 
     Raises:
@@ -31,12 +33,12 @@ def open_dataset(config: ContrastiveConfig, paths: list[str]) -> PairDataset:
     cap = config.data.num_hard_negatives
 
     def check() -> str:
-        with image_progress_bar(f"Opening images of {', '.join(paths)}") as progress:
-            return check_files(paths, progress, num_hard_negatives=cap).to_json()
+        with image_progress_bar(f"Opening images of {', '.join(map(str, files))}") as progress:
+            return check_files(files, progress, num_hard_negatives=cap).to_json()
 
     report = DataReport.from_json(from_main(check))
     with together():
-        dataset = PairDataset(paths, config.data.bad_rows, cap, report=report)
+        dataset = PairDataset(files, config.data.bad_rows, cap, report=report)
         for row in dataset:
             if len(row.positives) > 1:
                 raise DataError(
@@ -54,7 +56,8 @@ def open_held_out(config: ContrastiveConfig) -> HeldOut | None:
     """
     if not config.data.eval:
         return None
-    rows = open_dataset(config, config.data.eval).rows[: config.eval.max_rows]
+    files = from_main(lambda: files_of(config.data.eval, "eval"))
+    rows = open_dataset(config, files).rows[: config.eval.max_rows]
     path = config.eval.corpus
     return HeldOut(rows, from_main(lambda: load_corpus(path)) if path else None)
 

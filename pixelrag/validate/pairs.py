@@ -1,5 +1,7 @@
 """Every row of a contrastive job's data, images opened."""
 
+from pathlib import Path
+
 from pixelrag.config.contrastive import ContrastiveConfig
 from pixelrag.console import say
 from pixelrag.errors import DataError
@@ -11,28 +13,24 @@ def check(config: ContrastiveConfig) -> int:
     A file that cannot be read at all is reported like a bad row, and the others are still checked.
     Negatives beyond `data.num_hard_negatives` are not opened, as training does not open them.
     """
+    from pixelrag.data.files import data_files
     from pixelrag.data.images import image_progress_bar
-    from pixelrag.data.pairs import check_files, load_corpus
+    from pixelrag.data.pairs import load_corpus
 
     failed = False
-    for path in dict.fromkeys([*config.data.train, *config.data.eval]):
+    seen: list[list[Path]] = []
+    named = [("train", path) for path in config.data.train]
+    named += [("eval", path) for path in config.data.eval]
+    named += [("text", path) for path in config.data.text]
+    for part, path in named:
         try:
-            with image_progress_bar(f"Opening images of {path}") as progress:
-                report = check_files(
-                    [path], progress, num_hard_negatives=config.data.num_hard_negatives
-                )
+            files = data_files(path, part)
+            if files not in seen:
+                failed |= _is_bad(config, path, files)
+                seen.append(files)
         except DataError as error:
             failed = True
             say(str(error))
-            continue
-        for bad in report.bad:
-            say(f"{bad.file}:{bad.line}: {bad.reason}")
-        usable = report.num_rows > report.num_bad_rows
-        failed |= bool(report.bad) and (config.data.bad_rows == "error" or not usable)
-        say(
-            f"{path}: {report.num_rows} rows, {report.num_documents} distinct documents, "
-            f"{report.num_bad_rows} bad rows"
-        )
     corpus = config.eval.corpus
     if corpus is not None:
         try:
@@ -43,3 +41,20 @@ def check(config: ContrastiveConfig) -> int:
             failed = True
             say(str(error))
     return DataError.exit_code if failed else 0
+
+
+def _is_bad(config: ContrastiveConfig, path: str, files: list[Path]) -> bool:
+    """Say what is wrong with the files of a path; whether training would refuse them."""
+    from pixelrag.data.images import image_progress_bar
+    from pixelrag.data.pairs import check_files
+
+    with image_progress_bar(f"Opening images of {path}") as progress:
+        report = check_files(files, progress, num_hard_negatives=config.data.num_hard_negatives)
+    for bad in report.bad:
+        say(f"{bad.file}:{bad.line}: {bad.reason}")
+    usable = report.num_rows > report.num_bad_rows
+    say(
+        f"{path}: {report.num_rows} rows, {report.num_documents} distinct documents, "
+        f"{report.num_bad_rows} bad rows"
+    )
+    return bool(report.bad) and (config.data.bad_rows == "error" or not usable)

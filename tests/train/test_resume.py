@@ -169,7 +169,7 @@ def test_changed_rows_are_refused(one_step, tmp_path):
     write_jsonl(path, text_rows(12, first=1))
     _, ended = one_step(data, {"optim": {"max_steps": 2}})
     assert ended.codes == [5]
-    assert "the content of data.train has changed" in ended.text
+    assert "the content of data.train or data.text has changed" in ended.text
 
 
 def test_what_may_change_does(one_step):

@@ -1,0 +1,74 @@
+"""Several sets and text phases in a whole run, and what of them a run refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.train import nursery
+from tests.train.material import command, lines_of, merged, text_rows, write_jsonl
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture
+def sets(tmp_path: Path) -> dict[str, str]:
+    """Two sets, one of them a folder by PixelRAG's conventions, and a folder of text."""
+    split, text = tmp_path / "split", tmp_path / "text"
+    split.mkdir()
+    (text / "chunk_0").mkdir(parents=True)
+    (text / "chunk_1").mkdir()
+    write_jsonl(split / "train_hn.jsonl", text_rows(18))
+    write_jsonl(split / "train.jsonl", [{"not": "read"}])
+    write_jsonl(split / "eval.jsonl", text_rows(5, first=40))
+    write_jsonl(tmp_path / "other.jsonl", text_rows(9, first=20))
+    for number in range(2):
+        write_jsonl(text / f"chunk_{number}" / "filtered_hn.jsonl", text_rows(6, first=60))
+    return {"split": str(split), "other": str(tmp_path / "other.jsonl"), "text": str(text)}
+
+
+def test_a_resumed_run_is_in_the_same_phase_on_another_world(tmp_path, base, sets):
+    settings = {
+        "data": {
+            "train": [sets["split"], sets["other"]],
+            "eval": sets["split"],
+            "mixing": "homogeneous",
+            "weights": [1, 2],
+            "text": sets["text"],
+            "text_warmup_steps": 2,
+            "text_curriculum": True,
+        },
+        "batch": {"gradient_accumulation_steps": 2},
+        "optim": {"max_steps": 10},
+        "checkpoint": {"every_steps": 4},
+    }
+
+    def run(name: str, *overrides: dict, nproc: int = 1) -> Path:
+        config = merged(base, settings, *overrides, {"output_dir": str(tmp_path / name)})
+        nursery.run(command(tmp_path, config), nproc=nproc).check()
+        return tmp_path / name
+
+    straight = run("straight")
+    shares = [line["train/text_share"] for line in lines_of(straight) if "train/loss" in line]
+    # Steps of two batches: a warm-up of 2, then 1/2, 1/3, 1/5 and 0 for two steps each.
+    assert shares == [1, 1, 0.5, 0.5, 0, 0.5, 0, 0, 0, 0]
+    state = json.loads((straight / "checkpoint-4" / "state.json").read_text())
+    assert state["position"]["sampler"]["phase"] == "text curriculum 2 of 4"
+    assert (straight / "best").is_dir()
+
+    half = {"batch": {"per_device_batch_size": 4}}
+    resume = {"checkpoint": {"resume": str(straight / "checkpoint-4")}}
+    resumed = run("resumed", half, resume, nproc=2)
+    expected = [line for line in lines_of(straight) if line["step"] > 4]
+    for name in ("train/text_share", "train/loss", "train/grad_norm", "eval/loss"):
+        got = [line[name] for line in lines_of(resumed) if name in line]
+        wanted = [line[name] for line in expected if name in line]
+        assert got == pytest.approx(wanted, rel=1e-4), name
+
+
+def test_text_with_images_is_refused_before_the_model_is_loaded(tmp_path, base, shelf):
+    data = {"text": str(shelf / "mixed.jsonl"), "text_warmup_steps": 1}
+    config = merged(base, {"data": data, "output_dir": str(tmp_path / "run")})
+    ended = nursery.run(command(tmp_path, config), nproc=2)
+    assert ended.codes == [3, 3]
+    assert "tiles/0.png is an image, and data.text is for rows of text" in ended.text

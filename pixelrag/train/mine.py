@@ -23,7 +23,8 @@ import numpy as np
 import torch
 
 from pixelrag.config.mine import MineConfig
-from pixelrag.data.pairs import corpus_of, load_corpus
+from pixelrag.data.files import files_of
+from pixelrag.data.pairs import corpus_of, load_corpus, names_of
 from pixelrag.data.schema import Document, PairRow
 from pixelrag.distributed.collectives import from_main
 from pixelrag.distributed.env import World
@@ -63,7 +64,8 @@ def main(config: MineConfig, own: Mapping[str, str]) -> int:
 
 def mine(config: MineConfig, output: Path, world: World) -> None:
     """Mine inside an existing process group; a collective."""
-    dataset = open_dataset(config, config.data.train)
+    inputs = from_main(lambda: files_of(config.data.train, "train"))
+    dataset = open_dataset(config, inputs)
     path = config.mining.corpus
     corpus = list(from_main(lambda: load_corpus(path)).values()) if path else corpus_of(dataset)
     container, preprocessor = build_biencoder(config)
@@ -72,7 +74,7 @@ def mine(config: MineConfig, output: Path, world: World) -> None:
             require_text([*dataset, *(PairRow("", (d,), (), f"{path}") for d in corpus)])
     fingerprint = dataset.report.fingerprint
     plan = from_main(lambda: _plan(config, fingerprint, corpus, container.encoder, preprocessor))
-    files = MinedFiles(config.data.train, output)
+    files = MinedFiles(names_of(inputs), output)
     if from_main(lambda: files.begin(plan)):
         logger.info("%s is mined already with the same model, rows and settings", output)
         return

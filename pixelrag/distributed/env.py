@@ -158,4 +158,17 @@ def _init(rank: int, world_size: int, device: torch.device, timeout_seconds: flo
                 "them, and with srun the batch script must export them"
             )
         options |= {"rank": rank, "world_size": world_size}
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            options["store"] = _store_of_this_attempt(world_size, timeout)
     dist.init_process_group(**options)
+
+
+def _store_of_this_attempt(world_size: int, timeout: datetime.timedelta) -> dist.Store:
+    """torchrun's store, apart from what an earlier attempt left in it.
+
+    The store outlives a restart (`--max-restarts`), and gloo would connect to ranks that are gone.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, world_size, is_master=False, timeout=timeout)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"attempt-{attempt}", store)

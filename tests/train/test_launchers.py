@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.train.material import command, lines_of, merged, series
@@ -123,3 +124,26 @@ def test_an_error_under_torchrun_is_told_once(settings, environment, tmp_path):
     assert ended.returncode != 0
     assert ended.stderr.count("error: Data files cannot be used") == 1
     assert "exitcode  : 3" in ended.stderr
+
+
+def test_torchrun_starts_again_and_the_job_goes_on(settings, environment, tmp_path):
+    """A worker is killed; torchrun starts both anew, and they resume by themselves."""
+    steps = {"optim": {"max_steps": 300, "warmup_steps": 5}, "checkpoint": {"every_steps": 20}}
+    long = merged(settings, steps, {"data": {"eval": []}, "logging": {"every_steps": 50}})
+    again = [*TORCHRUN[:2], "--max_restarts", "1", *TORCHRUN[2:]]
+    with subprocess.Popen(
+        [sys.executable, *again, *command(tmp_path, long)],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    ) as process:  # fmt: skip
+        deadline = time.monotonic() + 100
+        while not list((tmp_path / "run").glob("checkpoint-*")):
+            assert time.monotonic() < deadline
+            assert process.poll() is None, process.stdout.read()
+            time.sleep(0.02)
+        workers = psutil.Process(process.pid).children(recursive=True)
+        victim = next(w for w in workers if w.environ().get("RANK") == "1")
+        victim.kill()
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output[-3000:]
+    assert "resuming from" in output
+    assert "step 300/300" in output

@@ -32,10 +32,23 @@ class LossConfig(Section):
 class BatchConfig(Section):
     per_device_batch_size: int = Field(128, ge=1)
     """Rows a rank contributes to one global batch."""
+    global_batch_size: int | None = Field(None, ge=1)
+    """Rows of a global batch on any number of ranks, in place of per_device_batch_size."""
     gradient_accumulation_steps: int = Field(1, ge=1)
     """Global batches (each with its own negatives) to an optimizer step."""
     chunk_size: int = Field(16, ge=1)
     """Rows that go through the model at once: sets the memory, never the gradient (GradCache)."""
+
+    def rows(self, world_size: int) -> int:
+        """Rows of a global batch over all ranks."""
+        return self.global_batch_size or self.per_device_batch_size * world_size
+
+    def arithmetic(self, world_size: int) -> str:
+        """How the rows of a step come about, in words."""
+        shares = f"{self.per_device_batch_size} a rank x {world_size} ranks"
+        if self.global_batch_size is not None:
+            shares = f"{self.global_batch_size} over {world_size} ranks"
+        return f"{shares} x {self.gradient_accumulation_steps} accumulated"
 
 
 class EvalConfig(Section):

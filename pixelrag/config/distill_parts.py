@@ -188,6 +188,22 @@ class DistillBatchConfig(Section):
     """Rows of a rank that go through the models at once."""
     gradient_accumulation_steps: int = Field(2, ge=1)
     """Such batches of a rank to an optimizer step; the result depends on their product alone."""
+    global_batch_size: int | None = Field(None, ge=1)
+    """Rows of an optimizer step on any number of ranks, in place of the accumulation steps."""
+
+    def rows(self, world_size: int) -> int:
+        """Rows of an optimizer step over all ranks."""
+        a_rank = self.per_device_batch_size * self.gradient_accumulation_steps
+        return self.global_batch_size or a_rank * world_size
+
+    def arithmetic(self, world_size: int) -> str:
+        """How the rows of a step come about, in words."""
+        if self.global_batch_size is not None:
+            return f"over {world_size} ranks, at most {self.per_device_batch_size} at once"
+        accumulated = self.gradient_accumulation_steps
+        return (
+            f"{self.per_device_batch_size} a rank x {world_size} ranks x {accumulated} accumulated"
+        )
 
 
 class DistillOptimConfig(OptimConfig):

@@ -253,11 +253,10 @@ def _say_arithmetic(
 ) -> None:
     batch = config.batch
     # Of fewer rows than a batch, every batch is all of them.
-    rows = min(batch.per_device_batch_size * world.world_size, num_rows)
+    rows = min(batch.rows(world.world_size), num_rows)
     accumulated = batch.gradient_accumulation_steps
     logger.info(
-        "%d rows; a step sees %d rows (%d a rank x %d ranks x %d accumulated) in chunks of %d; "
-        "%d steps, %.2f epochs",
-        *(num_rows, rows * accumulated, batch.per_device_batch_size, world.world_size),
-        *(accumulated, batch.chunk_size, total_steps, total_steps * accumulated * rows / num_rows),
+        "%d rows; a step sees %d rows (%s) in chunks of %d; %d steps, %.2f epochs",
+        *(num_rows, rows * accumulated, batch.arithmetic(world.world_size), batch.chunk_size),
+        *(total_steps, total_steps * accumulated * rows / num_rows),
     )

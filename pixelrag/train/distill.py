@@ -114,8 +114,7 @@ def _before_weights(config: DistillConfig, world: World) -> tuple[Any, Contract,
 
 def rows_of_a_step(config: DistillConfig, world: World) -> int:
     """Rows of an optimizer step over all ranks."""
-    batch = config.batch
-    return batch.per_device_batch_size * batch.gradient_accumulation_steps * world.world_size
+    return config.batch.rows(world.world_size)
 
 
 class DistillTask:
@@ -364,9 +363,8 @@ def _say_arithmetic(
 ) -> None:
     batch, rows = config.batch, rows_of_a_step(config, world)
     logger.info(
-        "%d rows an epoch; a step sees %d of them (%d a rank x %d ranks x %d accumulated), up to "
-        "%d tokens; %d steps, %.2f epochs",
-        *(sampler.plan.num_rows, rows, batch.per_device_batch_size, world.world_size),
-        *(batch.gradient_accumulation_steps, rows * config.packing.length, total_steps),
+        "%d rows an epoch; a step sees %d of them (%s), up to %d tokens; %d steps, %.2f epochs",
+        *(sampler.plan.num_rows, rows, batch.arithmetic(world.world_size)),
+        *(rows * config.packing.length, total_steps),
         total_steps / sampler.batches_per_epoch,
     )

@@ -76,7 +76,7 @@ def build_sampler(
         ConfigError, DataError: the data are too few for the batch or the weights.
     """
     data, batch = config.data, config.batch
-    batch_size = batch.per_device_batch_size * world.world_size
+    batch_size = batch.rows(world.world_size)
     main = _main_order(config, rows, batch_size)
     steps = num_steps(config, main.batches_per_epoch / batch.gradient_accumulation_steps)
     order: BatchOrder = main

@@ -59,7 +59,7 @@ def train(config: RagConfig, world: World) -> dict[str, Any]:
     with together():
         sampler = GlobalBatchSampler(
             len(data.questions),
-            config.batch.per_device_batch_size * world.world_size,
+            config.batch.rows(world.world_size),
             world.rank,
             world.world_size,
             config.seed,
@@ -308,13 +308,13 @@ class RagTask:
 
 def _say_arithmetic(config: RagConfig, world: World, data: RagData, total_steps: int) -> None:
     batch, retrieval = config.batch, config.retrieval
-    rows = batch.per_device_batch_size * world.world_size
+    rows = batch.rows(world.world_size)
     accumulated = batch.gradient_accumulation_steps
     logger.info(
-        "%d questions, %d passages; a step sees %d questions (%d a rank x %d ranks x %d "
-        "accumulated) with %d passages each, of %d from the index; %d steps, %.2f epochs",
+        "%d questions, %d passages; a step sees %d questions (%s) with %d passages each, of %d "
+        "from the index; %d steps, %.2f epochs",
         *(len(data.questions), len(data.passages), rows * accumulated),
-        *(batch.per_device_batch_size, world.world_size, accumulated, retrieval.k),
+        *(batch.arithmetic(world.world_size), retrieval.k),
         *(retrieval.over_retrieve or retrieval.k, total_steps),
         total_steps * accumulated * rows / len(data.questions),
     )

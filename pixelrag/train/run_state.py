@@ -51,12 +51,18 @@ _ADAPTABLE = (
     "batch.chunk_size",
     # The sampler insists on the global batch, which stays when the world is another.
     "batch.per_device_batch_size",
+    "batch.global_batch_size",
     "data.num_workers",
     "data.prefetch_factor",
     "data.eval",
 )
 # What loads or speaks differently, but computes the same.
-_SILENT = ("batch.per_device_batch_size", "data.num_workers", "data.prefetch_factor")
+_SILENT = (
+    "batch.per_device_batch_size",
+    "batch.global_batch_size",
+    "data.num_workers",
+    "data.prefetch_factor",
+)
 
 
 @dataclass(frozen=True, slots=True)

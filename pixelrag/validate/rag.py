@@ -63,6 +63,6 @@ def _say_length(config: RagConfig, num_questions: int) -> None:
     from pixelrag.train.job import num_steps
 
     batch, world_size = config.batch, read_ranks()[1]
-    questions = batch.per_device_batch_size * batch.gradient_accumulation_steps * world_size
+    questions = batch.rows(world_size) * batch.gradient_accumulation_steps
     steps = num_steps(config, max(1.0, num_questions / questions))
     say(f"{steps:,} steps of {questions} questions with {config.retrieval.k} passages each")

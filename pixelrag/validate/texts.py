@@ -90,7 +90,7 @@ def _read(
 def _run_in_figures(config: DistillConfig, data: DistillData, budget: Budget) -> list[str]:
     batch, plan, length = config.batch, data.train, config.packing.length
     world_size = read_ranks()[1]
-    step_rows = batch.per_device_batch_size * batch.gradient_accumulation_steps * world_size
+    step_rows = batch.rows(world_size)
     steps_per_epoch = -(-plan.num_rows // step_rows)
     steps = num_steps(config, steps_per_epoch)
     rows = plan.epoch(0)
@@ -99,8 +99,7 @@ def _run_in_figures(config: DistillConfig, data: DistillData, budget: Budget) ->
         f"lengths: {int(lengths.min()):,} to {int(lengths.max()):,} tokens, mean "
         f"{lengths.mean():,.0f}; {plan.report}",
         f"{plan.num_rows:,} rows of {length:,} tokens, {plan.fill:.2%} full; a step sees "
-        f"{step_rows} of them ({batch.per_device_batch_size} a rank x {world_size} ranks x "
-        f"{batch.gradient_accumulation_steps} accumulated); {steps:,} steps, "
+        f"{step_rows} of them ({batch.arithmetic(world_size)}); {steps:,} steps, "
         f"{steps / steps_per_epoch:.2f} epochs",
     ]
     squares = budget.squares(plan, rows)

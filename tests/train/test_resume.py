@@ -124,6 +124,17 @@ def test_other_engines_and_worlds_go_on(start, tmp_path, shelf):
         assert series(run, name) == pytest.approx(series(straight, name), rel=2e-4), name
 
 
+def test_a_global_batch_is_shared_by_any_number_of_ranks(one_step):
+    """Resumed on fewer ranks with nothing else changed, as when torchrun has lost a host."""
+    whole = {"batch": {"global_batch_size": 8, "per_device_batch_size": 77}}
+    folder, ended = one_step(whole, nproc=2)
+    assert "a step sees 8 rows (8 over 2 ranks x 1 accumulated)" in ended.check().outputs[0]
+    _, ended = one_step(whole, {"optim": {"max_steps": 2}})
+    assert "8 over 1 ranks" in ended.check().text
+    assert "checkpoint-1, step 1 of 2" in ended.text
+    assert [record["step"] for record in lines_of(folder)] == [1, 2]
+
+
 def test_no_optimizer_state_is_told(one_step, tmp_path):
     folder, ended = one_step({"checkpoint": {"save_optimizer": False}}, nproc=2)
     ended.check()

@@ -1,4 +1,9 @@
-"""The gradient-equivalence matrix of `pixelrag verify`, whole at two ranks and in part at three."""
+"""The gradient-equivalence matrix of `pixelrag verify`: a third of it at two ranks, a part at three.
+
+The third is a Latin square: of chunk size, hard negatives and modality every pair of values meets,
+on every engine, in full and LoRA training, with dropout and without. The whole matrix, which the
+command runs, takes three times as long and was last run by hand.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,14 @@ import sys
 
 import pytest
 
-from pixelrag.verify.cases import ENGINES, FLOAT64_ENGINES, WHOLE, build_matrix
+from pixelrag.verify.cases import (
+    ENGINES,
+    FLOAT64_ENGINES,
+    MODALITIES,
+    WHOLE,
+    Case,
+    build_matrix,
+)
 from pixelrag.verify.command import main
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -21,12 +33,25 @@ def run(capsys, *options: str) -> tuple[int, list[dict]]:
     return code, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
+def a_third(engines: list[str], *, quick: bool = False) -> list[Case]:
+    """Cases whose levels add up to the engine's number, modulo three; all of those in float64."""
+    levels = ((1, 2, WHOLE), ("0", "2", "ragged"), MODALITIES)
+
+    def chosen(case: Case) -> bool:
+        values = (case.chunk_size, case.negatives, case.modality)
+        sums = sum(known.index(value) for known, value in zip(levels, values, strict=True))
+        return case.precision == "fp64" or sums % 3 == ENGINES.index(case.engine) % 3
+
+    return [case for case in build_matrix(engines, quick=quick) if chosen(case)]
+
+
 @pytest.mark.parametrize("engine", ENGINES)
-def test_whole_matrix_at_two_ranks(engine: str, capsys) -> None:
+def test_a_third_of_the_matrix_at_two_ranks(engine: str, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("pixelrag.verify.command.build_matrix", a_third)
     code, outcomes = run(capsys, "--engine", engine)
     assert [o for o in outcomes if not o["passed"]] == []
     assert code == 0
-    assert len(outcomes) == 108 + (12 if engine in FLOAT64_ENGINES else 0)
+    assert len(outcomes) == 36 + (12 if engine in FLOAT64_ENGINES else 0)
     for outcome in outcomes:
         bar = 1e-10 if outcome["precision"] == "fp64" else 1e-5
         assert outcome["relative_error"] <= bar

@@ -1,4 +1,4 @@
-"""The gradient-equivalence matrix of `pixelrag verify`: a third of it at two ranks, a part at three.
+"""The gradient matrix of `pixelrag verify`: a third of it at two ranks, a part at three.
 
 The third is a Latin square: of chunk size, hard negatives and modality every pair of values meets,
 on every engine, in full and LoRA training, with dropout and without. The whole matrix, which the

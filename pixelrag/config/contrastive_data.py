@@ -18,6 +18,8 @@ class DataConfig(DataFiles):
     """error: refuse to start on a bad row; skip: train without it and say how many there are."""
     num_hard_negatives: int | None = Field(None, ge=0)
     """Use at most this many hard negatives of a row; null = all."""
+    retrieved_negatives: bool = False
+    """Rows that name none take theirs from retrieve_top20, hits of other articles."""
     mixing: Literal["pooled", "proportional", "homogeneous"] = "pooled"
     """proportional: each batch has exact shares of all sets; homogeneous: is of one set."""
     weights: list[Annotated[float, Field(gt=0)]] | None = None

@@ -16,6 +16,8 @@ from pathlib import Path
 
 from PIL import Image, ImageFile
 
+from pixelrag.data.archives import ArchiveError, image_source
+
 # A full-page screenshot of 1,280 x 20,000 has 26 million; decoded, this limit takes 200 MB.
 MAX_PIXELS = 50_000_000
 # Formats that Pillow decodes by itself. EPS, for one, would start Ghostscript on the user's file.
@@ -52,16 +54,19 @@ def strict_decoding(max_pixels: int = MAX_PIXELS) -> Iterator[None]:
 
 
 def check_image(path: Path) -> str | None:
-    """Decode one image. Returns what is wrong with it, or None. Call inside `strict_decoding`.
+    """Decode one image, of a file or in an archive. Returns what is wrong with it, or None.
+
+    Call inside `strict_decoding`.
 
     Raises:
         OSError, MemoryError: the machine ran out of memory or file handles.
     """
     try:
+        source = image_source(path)
         # A named pipe would block for ever, so look before opening.
-        if not stat.S_ISREG(path.stat().st_mode):
+        if source == path and not stat.S_ISREG(path.stat().st_mode):
             return "not a file"
-        with Image.open(path, formats=FORMATS) as image:
+        with Image.open(source, formats=FORMATS) as image:
             if min(image.size) < 1:
                 return f"has no pixels ({image.width} x {image.height})"
             image.load()
@@ -69,8 +74,10 @@ def check_image(path: Path) -> str | None:
                 image.convert("RGB")
     except FileNotFoundError:
         return "does not exist"
+    except ArchiveError as error:
+        return f"cannot be read: {error}"
     except Image.UnidentifiedImageError:
-        if path.stat().st_size == 0:
+        if (path.stat().st_size if source == path else len(source.getbuffer())) == 0:
             return "is empty (0 bytes)"
         return f"is no image of a known format ({', '.join(FORMATS)})"
     except (Image.DecompressionBombWarning, Image.DecompressionBombError):

@@ -62,6 +62,7 @@ def check_files(
     workers: int | None = None,
     *,
     num_hard_negatives: int | None = None,
+    retrieved_negatives: bool = False,
 ) -> DataReport:
     """Read every row of every file and decode every image, in parallel, each distinct one once.
 
@@ -71,6 +72,7 @@ def check_files(
         workers: decoding threads (default: one a core, at most 16).
         num_hard_negatives: images of negatives beyond this many a row are not opened, as training
             will not use them (None = all are).
+        retrieved_negatives: as for `PairDataset`.
 
     Returns:
         The report; bad rows do not raise.
@@ -78,7 +80,7 @@ def check_files(
     Raises:
         DataError: a file is missing, unreadable, a folder, or has no rows.
     """
-    lines, fingerprint = _read(paths, num_hard_negatives)
+    lines, fingerprint = _read(paths, num_hard_negatives, retrieved_negatives)
     return _check(lines, fingerprint, progress, workers)
 
 
@@ -89,6 +91,7 @@ class PairDataset:
         paths: JSONL files.
         bad_rows: "error" refuses to start on a bad row, "skip" leaves bad rows out and says so.
         num_hard_negatives: at most this many negatives a row, the first ones (None = all).
+        retrieved_negatives: rows of images that name no negatives have those of `retrieve_top20`.
         progress, workers: as for `check_files`.
         report: what `check_files` said about the same files with the same cap, when it has run
             already (on rank 0, say, whose report the others get); then no image is opened here.
@@ -110,6 +113,7 @@ class PairDataset:
         bad_rows: Literal["error", "skip"] = "error",
         num_hard_negatives: int | None = None,
         *,
+        retrieved_negatives: bool = False,
         progress: Progress | None = None,
         workers: int | None = None,
         report: DataReport | None = None,
@@ -122,7 +126,7 @@ class PairDataset:
                 "or null for all that a row has"
             )
         names = names_of(paths)
-        lines, fingerprint = _read(names, num_hard_negatives)
+        lines, fingerprint = _read(names, num_hard_negatives, retrieved_negatives)
         if report is None:
             report = _check(lines, fingerprint, progress, workers)
         elif report.fingerprint != fingerprint:
@@ -225,7 +229,7 @@ class _Line:
 
 
 def _read(
-    paths: StrPath | Sequence[StrPath], num_hard_negatives: int | None
+    paths: StrPath | Sequence[StrPath], num_hard_negatives: int | None, retrieved: bool
 ) -> tuple[list[_Line], str]:
     """Every line of every file, and the hash of all bytes; no image is opened.
 
@@ -243,7 +247,7 @@ def _read(
         num_before = len(lines)
 
         def parse(obj: object, file: Path, number: int, label: str = label) -> PairRow:
-            return parse_row(obj, file, number, label=label)
+            return parse_row(obj, file, number, label=label, retrieved=retrieved)
 
         try:
             for number, row in parsed_lines(name, parse, digest):

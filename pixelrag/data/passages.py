@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pixelrag.data.archives import opened_image
 from pixelrag.data.id_table import IdTable
 from pixelrag.data.images import Progress
 from pixelrag.data.lines import BadRow, listing
@@ -178,7 +179,7 @@ class PassageStore:
     def _hash_image(self, row: int) -> bytes:
         path = self[row].image
         try:
-            with open(str(path), "rb") as file:
+            with opened_image(path) as file:
                 return hashlib.file_digest(file, "sha256").digest()
         except OSError as error:
             raise DataError(f"image {path} cannot be read: {error.strerror or error}") from error

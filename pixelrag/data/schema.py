@@ -11,6 +11,8 @@ be found, and none of them is another's negative:
     {"query": "...", "chunk_path": "tiles/7.png", "pos_chunk_paths": ["tiles/8.png"],
      "pos_passages": ["..."], "neg_chunk_paths": ["tiles/9.png"]}
 
+Rows of ms-swift's form are read as well, see `pixelrag.data.swift`.
+
 All kinds may stand in one file. Paths are relative to the file they stand in. `null`, `[]` and a
 missing key all mean "none". Every other key is ignored, so that PixelRAG's own files (which also
 carry `source_dataset`, `retrieve_top20`, `positive_score`, ...) are read as they are.
@@ -26,6 +28,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
+from pixelrag.data.archives import normal_path
+from pixelrag.data.retrieved import KEY, retrieved_negatives
+from pixelrag.data.swift import is_swift_row, plain_row
 from pixelrag.errors import DataError
 
 BOM = b"\xef\xbb\xbf"
@@ -60,9 +65,13 @@ class Document:
 
     @classmethod
     def of_image(cls, path: str | os.PathLike[str]) -> "Document":
-        """The document that this image file shows; the path is made absolute, not opened."""
-        # abspath also removes "..", so that two spellings of a path are one document.
-        image = Path(os.path.abspath(path))
+        """The document that this image shows; the path is made absolute, not opened.
+
+        Raises:
+            ValueError: it names no place within its archive, see `archives.normal_path`.
+        """
+        # Without "..", so that two spellings of a path are one document.
+        image = normal_path(path)
         return cls(text=None, image=image, key=f"image:{image}")
 
 
@@ -143,7 +152,9 @@ def decode_line(raw: bytes, file: Path, line: int) -> object:
     return value
 
 
-def parse_row(obj: object, file: Path, line: int, *, label: str | None = None) -> PairRow:
+def parse_row(
+    obj: object, file: Path, line: int, *, label: str | None = None, retrieved: bool = False
+) -> PairRow:
     """Turn the JSON value of one line into a row; no file is opened.
 
     Args:
@@ -151,6 +162,7 @@ def parse_row(obj: object, file: Path, line: int, *, label: str | None = None) -
         file: the file it stands in; relative image paths start from its folder.
         line: its line number, from 1.
         label: name of the file in `sample_id` (default: the file's own name).
+        retrieved: where it names no negatives, take them from its `retrieve_top20`.
 
     A document named twice in a row is kept once, since the second would only double the weight of
     the first in the softmax.
@@ -162,6 +174,8 @@ def parse_row(obj: object, file: Path, line: int, *, label: str | None = None) -
     if not isinstance(obj, dict):
         raise RowError(where, [f"a row is a JSON object, got {kind_of(obj)}"])
     reasons: list[str] = []
+    if is_swift_row(obj):
+        obj = plain_row(obj, reasons)
     query = usable_text(obj.get("query"), "query", reasons)
     passage, chunk_path = obj.get("passage"), obj.get("chunk_path")
     positive: Document | None = None
@@ -186,6 +200,9 @@ def parse_row(obj: object, file: Path, line: int, *, label: str | None = None) -
     for name in _POSITIVES:
         found = _documents(obj.get(name), name, file, reasons)
         positives |= {document.key: document for document in found}
+    if retrieved and not reasons and chunk_path is not None and not obj.get("neg_chunk_paths"):
+        paths = [chunk_path, *(obj.get("pos_chunk_paths") or [])]
+        obj = obj | {"neg_chunk_paths": retrieved_negatives(obj.get(KEY) or [], paths, reasons)}
     negatives: dict[str, Document] = {}
     for name, partner in _NEGATIVES:
         found = _documents(obj.get(name), name, file, reasons)
@@ -232,7 +249,11 @@ def _document(value: object, name: str, file: Path, reasons: list[str]) -> Docum
     if text is None:
         return None
     if "chunk_path" in name:
-        return Document.of_image(file.parent / text)
+        try:
+            return Document.of_image(file.parent / text)
+        except ValueError as error:
+            reasons.append(f"{name} {error}")
+            return None
     return Document.of_text(text)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from PIL import Image
 
+from pixelrag.data.archives import image_source
 from pixelrag.errors import CheckpointError, DataError
 from pixelrag.evaluate.answer_rows import AnswerRow, Hit, answers_jsonl
 from pixelrag.retrieval.durable import put_text
@@ -131,7 +132,7 @@ class _Tiles:
 def _small(image: Path) -> tuple[int, int, str]:
     """Width, height and base64 WebP of an image, in a size to glance at."""
     try:
-        with Image.open(image) as opened:
+        with Image.open(image_source(image)) as opened:
             pixels = opened.convert("RGB")
     except OSError as error:
         raise DataError(f"{image}: cannot be read: {error.strerror or error}") from error

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps
 
+from pixelrag.data.archives import image_source
 from pixelrag.data.images import FORMATS, MAX_PIXELS, strict_decoding
 from pixelrag.errors import DataError
 
@@ -22,7 +23,7 @@ def load_rgb(path: Path) -> Image.Image:
         DataError: missing, truncated, too large or not an image; names the file.
     """
     try:
-        with strict_decoding(), Image.open(path, formats=FORMATS) as image:
+        with strict_decoding(), Image.open(image_source(path), formats=FORMATS) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise DataError(
                     f"{path} has {image.width} x {image.height} pixels, more than {MAX_PIXELS:,}; "

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from pixelrag.config.mine import MiningConfig
+from pixelrag.data.archives import opened_image
 from pixelrag.data.schema import Document
 from pixelrag.data.tiles import article_of
 from pixelrag.errors import DataError
@@ -143,7 +144,7 @@ def content_of(document: Document) -> str:
 @functools.lru_cache(maxsize=1 << 20)
 def _hash(image: Path) -> str:
     try:
-        with image.open("rb") as stream:
+        with opened_image(image) as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
         raise DataError(f"{image}: cannot be read: {error.strerror or error}") from error

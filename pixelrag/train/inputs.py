@@ -30,15 +30,18 @@ def open_dataset(config: ContrastiveConfig, files: list[Path]) -> PairDataset:
     Raises:
         DataError: a file or a row cannot be used; on all ranks.
     """
-    cap = config.data.num_hard_negatives
+    options = {
+        "num_hard_negatives": config.data.num_hard_negatives,
+        "retrieved_negatives": config.data.retrieved_negatives,
+    }
 
     def check() -> str:
         with image_progress_bar(f"Opening images of {', '.join(map(str, files))}") as progress:
-            return check_files(files, progress, num_hard_negatives=cap).to_json()
+            return check_files(files, progress, **options).to_json()
 
     report = DataReport.from_json(from_main(check))
     with together():
-        dataset = PairDataset(files, config.data.bad_rows, cap, report=report)
+        dataset = PairDataset(files, config.data.bad_rows, report=report, **options)
         for row in dataset:
             if len(row.positives) > 1:
                 raise DataError(

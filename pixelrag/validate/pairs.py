@@ -49,7 +49,12 @@ def _is_bad(config: ContrastiveConfig, path: str, files: list[Path]) -> bool:
     from pixelrag.data.pairs import check_files
 
     with image_progress_bar(f"Opening images of {path}") as progress:
-        report = check_files(files, progress, num_hard_negatives=config.data.num_hard_negatives)
+        report = check_files(
+            files,
+            progress,
+            num_hard_negatives=config.data.num_hard_negatives,
+            retrieved_negatives=config.data.retrieved_negatives,
+        )
     for bad in report.bad:
         say(f"{bad.file}:{bad.line}: {bad.reason}")
     usable = report.num_rows > report.num_bad_rows

@@ -89,6 +89,80 @@ def test_no_positive_may_stand_among_the_negatives():
     assert faults(row) == ['pos_passages is a list of strings, got a string ("b")']
 
 
+def swift(positives: list, negatives: list | None = None, **more) -> dict:
+    """A row of ms-swift's form; a document is a text, or a path in a list."""
+
+    def side(name: str, documents: list) -> dict:
+        images = [document if isinstance(document, list) else [] for document in documents]
+        texts = [
+            "<image>" if image else text for image, text in zip(images, documents, strict=True)
+        ]
+        messages = [
+            [{"role": "system", "content": "s"}, {"role": "user", "content": text}]
+            for text in texts
+        ]
+        return {f"{name}_messages": messages, f"{name}_images": images}
+
+    query = [{"role": "system", "content": "s"}, {"role": "user", "content": "a query"}]
+    row = {"messages": query} | side("positive", positives)
+    return row | (side("negative", negatives) if negatives else {}) | more
+
+
+def test_rows_of_ms_swift_are_the_same_rows():
+    ours = {
+        "query": "a query",
+        "chunk_path": "7.png",
+        "pos_chunk_paths": ["8.png"],
+        "pos_passages": ["t"],
+        "neg_chunk_paths": ["9.png", "/x/1.png"],
+    }
+    assert parse(swift([["7.png"], ["8.png"], "t"], [["9.png"], ["/x/1.png"]])) == parse(ours)
+    assert parse(swift(["p"], ["n"])) == parse(
+        {"query": "a query", "passage": "p", "neg_passages": ["n"]}
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (swift([["7.png"]], images=["q.png"]), "images belongs to the query"),
+        (swift([["7.png", "8.png"]]), "1 times <image> in 7 characters and 2 images"),
+        (swift([["7.png"]], positive_images=[["7.png"], ["8.png"]]), "1 positive_messages and 2"),
+        (swift(["a <image> b"]), "positive_messages[0] has 1 times <image>"),
+        (swift([]), "positive_messages names no document"),
+        (swift(["p"], messages="q"), "messages is a list of messages"),
+        (swift(["p"], messages=[{"role": "user"}]), "messages has one message of the user"),
+        (swift(["p"], messages=[{"role": "assistant", "content": "a"}]), "one message of the user"),
+        (swift(["p"], negative_messages=["n"]), "negative_messages[0] is a list of messages"),
+    ],
+)
+def test_what_ms_swift_can_say_and_pixelrag_cannot_is_named(row, words):
+    assert words in faults(row)[0]
+
+
+def test_negatives_out_of_what_was_retrieved_leave_out_the_positives_article():
+    hits = [
+        {"rank": 1, "path": "x/A_chunk_2.png", "score": 0.9, "article_id": 3},
+        {"rank": 2, "path": "x/A_chunk_1.png", "score": 0.8, "article_id": 3},
+        {"rank": 3, "path": "x/other.png", "score": 0.7, "article_id": 3},
+        {"rank": 4, "path": "x/B_chunk_1.png", "score": 0.6, "article_id": 4},
+        {"rank": 5, "path": "x/C_chunk_1.png", "score": 0.5},
+        {"rank": 6, "path": "x/B_chunk_1.png", "score": 0.4, "article_id": 4},
+    ]
+    row = {"query": "q", "chunk_path": "x/A_chunk_1.png", "retrieve_top20": hits}
+
+    def negatives(row: dict) -> list[str]:
+        parsed = parse_row(row, FILE, 12, retrieved=True)
+        return [document.image.name for document in parsed.negatives]
+
+    assert negatives(row) == ["B_chunk_1.png", "C_chunk_1.png"]
+    assert negatives(row | {"neg_chunk_paths": ["n.png"]}) == ["n.png"]
+    assert negatives({"query": "q", "chunk_path": "x.png"}) == []
+    assert parse(row).negatives == ()
+    with pytest.raises(RowError, match="retrieve_top20 is a list of hits"):
+        parse_row(row | {"retrieve_top20": ["x.png"]}, FILE, 12, retrieved=True)
+
+
 def test_key_is_one_a_document_and_tells_text_from_path():
     assert Document.of_text("a").key == Document.of_text("a").key
     assert Document.of_image("/d/a/../x.png").key == Document.of_image("/d/x.png").key

@@ -13,54 +13,24 @@ import logging
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pixelrag.errors import IndexError_
 from pixelrag.retrieval import refresh_spec as files
 from pixelrag.retrieval.background import end, last_words, launch
 from pixelrag.retrieval.coordinator import PERMANENT
-from pixelrag.retrieval.generation import MANIFEST
+from pixelrag.retrieval.generation import MANIFEST, Manifest, say_once
 from pixelrag.retrieval.generations import WORK, Generations
 from pixelrag.retrieval.refresh_spec import RefreshSpec, read_json
+from pixelrag.retrieval.refresh_status import Status
 
 logger = logging.getLogger("pixelrag")
 
-State = Literal[
-    "idle", "snapshot", "encoding", "building", "validating", "waiting", "published", "failed"
-]
 _WAIT_SECONDS = 0.05
 # The coordinator renews its state file 20 times a second, but a machine may be very busy.
 _SILENT_SECONDS = 120.0
-
-
-@dataclass(frozen=True, slots=True)
-class Status:
-    """Where a refresh is.
-
-    Attributes:
-        state: see the module; `published` and `failed` stay until the next one begins.
-        generation, step: of the refresh in flight, or the last one; 0 and -1 before any.
-        done, of: encoded shards.
-        attempt: from 1.
-        reason: of the last failure, also while a further attempt is made.
-        seconds: since it began.
-    """
-
-    state: State = "idle"
-    generation: int = 0
-    step: int = -1
-    done: int = 0
-    of: int = 0
-    attempt: int = 0
-    reason: str = ""
-    seconds: float = 0.0
-
-    @property
-    def busy(self) -> bool:
-        """Whether a refresh is in flight."""
-        return self.state not in ("idle", "published", "failed")
 
 
 class Refresher:
@@ -292,6 +262,9 @@ class Refresher:
     def _published(self) -> None:
         self._process = None
         self._status = replace(self._status, state="published", reason="")
+        manifest = Manifest.read(self._generations.path(self._status.generation))
+        if fallback := manifest.validation.get("built on the CPU"):
+            say_once(f"index: built on the CPU ({fallback})")
         logger.info(
             "generation %d (step %d) published after %.1f s",
             self._status.generation,

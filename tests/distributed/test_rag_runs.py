@@ -8,10 +8,14 @@ import torch
 from transformers import AutoModelForSeq2SeqLM
 
 from pixelrag import cli
+from pixelrag.config.base import load
+from pixelrag.config.rag import RagConfig
 from pixelrag.config.rag_models import EncoderConfig
 from pixelrag.models import load_embedder
+from pixelrag.retrieval.generations import Generations
+from pixelrag.train.build_index import build
 from tests.distributed.harness import Results, run_alone, run_cases
-from tests.distributed.rag_runs import make_material
+from tests.distributed.rag_runs import flags, make_material
 
 pytestmark = pytest.mark.distributed
 
@@ -106,6 +110,26 @@ def test_every_form_trains(alone: Results):
     assert len(got["steps"]["train/loss"]) == 4
     assert got["exported"] == ["document_encoder", "generator", "question_encoder"]
     assert [event["kind"] for event in got["history"]] == ["start", "switch"]
+
+
+def test_the_training_encodes_what_is_indexed(alone: Results, folder: Path):
+    """At lag 0 the same vectors, for every generation: they are compared before it is used."""
+    for run in ("whole", "decoder"):
+        assert alone[run]
+        generations = Generations(folder / f"run-alone-{run}" / "index")
+        assert generations.numbers()
+        for number in generations.numbers():
+            assert 0 <= generations.open(number).manifest.validation["training_parity"] < 1e-5
+
+
+def test_an_index_without_training_is_the_first_of_a_run(alone: Results, folder: Path):
+    assert alone["whole"]
+    config, _ = load(RagConfig, flags(folder, folder / "run-index"))
+    made = build(config, folder / "served")
+    first = Generations(folder / "run-alone-whole" / "index").open(1)
+    assert made.path == folder / "served" / "gen-000001"
+    assert made.manifest.files == first.manifest.files
+    assert made.manifest.fingerprints == first.manifest.fingerprints
 
 
 def test_exports_load(alone: Results, folder: Path):

@@ -1,6 +1,7 @@
 """The RAG job: refreshes at pinned steps, resumed runs, engines, and what is exported."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from pixelrag.retrieval.generations import Generations
 from pixelrag.train.build_index import build
 from tests.distributed.harness import Results, run_alone, run_cases
 from tests.distributed.rag_runs import flags, make_material
+from tests.ray_cluster import ray_cluster
 
 pytestmark = pytest.mark.distributed
 
@@ -41,6 +43,7 @@ ALONE = {
         "apart": True,
     },
 }
+CLUSTER = ["--refresh.workers=ray", "--index.holders=ray"]
 PAIR = {"fsdp2": {"flags": [*PINNED, "--engine.name=fsdp2", "--index.num_shards=2"]}}
 
 
@@ -65,8 +68,10 @@ def _named(cases: dict[str, dict], folder: Path, start: str) -> dict[str, dict]:
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> Results:
-    return run_alone(RUN, _named(ALONE, folder, "alone"))
+def alone(folder: Path) -> Iterator[Results]:
+    with ray_cluster() as address:
+        there = {"there": {"flags": [*PINNED, *CLUSTER, f"--ray.address={address}"]}}
+        yield run_alone(RUN, _named(ALONE | there, folder, "alone"))
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +94,13 @@ def test_a_resumed_run_is_the_uninterrupted_one(alone: Results):
     assert resumed["steps"] == whole["steps"]
     assert resumed["history"] == whole["history"]
     assert resumed["eval"] == whole["eval"]
+
+
+def test_a_run_with_a_cluster_is_the_run_without(alone: Results):
+    whole, there = alone["whole"][0], alone["there"][0]
+    assert there["history"] == whole["history"]
+    assert there["steps"] == whole["steps"]
+    assert there["parameters"] == whole["parameters"]
 
 
 def test_two_ranks_do_what_one_does(alone: Results, pair: Results):

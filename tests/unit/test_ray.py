@@ -16,8 +16,7 @@ from pixelrag.errors import ConfigError
 from pixelrag.retrieval import ray_config
 from pixelrag.retrieval.elsewhere import IndexElsewhere
 from pixelrag.retrieval.refresh_spec import OnRay
-from tests.distributed.harness import run_alone
-from tests.distributed.rag_runs import make_material
+from tests.ray_cluster import ray_cluster
 from tests.unit.rag_stand_ins import encoded_rows, log_lines, make_generation, write_passages
 from tests.unit.refresh_rig import ROWS, Rig, processes_of, wait_until
 
@@ -26,23 +25,8 @@ ALL_ROWS = ["doc-0", "doc-20", "doc-40"]
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """A cluster of two CPUs that ends with the module."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        import ray
-
-        ray.init(
-            num_cpus=2,
-            include_dashboard=False,
-            _node_ip_address="127.0.0.2",  # of the loopback; Ray replaces 127.0.0.1
-            object_store_memory=80 << 20,
-            log_to_driver=False,
-            logging_level="ERROR",
-        )
-        try:
-            yield ray.get_runtime_context().gcs_address
-        finally:
-            ray.shutdown()
+    with ray_cluster() as address:
+        yield address
 
 
 def actors(kind: str) -> list[int]:
@@ -52,13 +36,12 @@ def actors(kind: str) -> list[int]:
 
 def test_actors_make_what_local_workers_make(rig: Rig, address: str) -> None:
     slow = {"encoder_options": {"seconds": 0.3}}
-    status = rig.run(rig.refresher(ray=OnRay(address, ["cpu"] * 2), nice=16, threads=1, **slow))
+    status = rig.run(rig.refresher(ray=OnRay(address, ["cpu"] * 2), **slow))
     assert (status.state, status.attempt, status.reason) == ("published", 1, "")
     rig.assert_good(2)
     assert sorted(encoded_rows(rig.log)) == ALL_ROWS
     started = [line for line in log_lines(rig.log) if "pid" in line]
     assert len({line["pid"] for line in started}) == 2
-    assert {(line["nice"], line["threads"]) for line in started} == {(16, "1")}
     rig.run(rig.refresher())
     here, there = (rig.generations.open(number).manifest for number in (3, 2))
     assert there.files == here.files
@@ -82,11 +65,13 @@ def test_a_killed_actor_is_replaced(rig: Rig, address: str, caplog) -> None:
 def test_a_hung_actor_is_noticed_and_ended(rig: Rig, address: str) -> None:
     hang = {"faults": {"after encode": "hang"}}
     refresher = rig.refresher(
-        ray=OnRay(address, ["cpu"]), timeout_seconds=3.0, encoder_options=hang
+        ray=OnRay(address, ["cpu"]), timeout_seconds=3.0, nice=17, threads=2, encoder_options=hang
     )
     status = rig.run(refresher)
     assert status.state == "failed"
     assert "no sign of life for" in status.reason
+    started = next(line for line in log_lines(rig.log) if "pid" in line)
+    assert (started["nice"], started["threads"]) == (17, "2")
     rig.assert_old_in_place()
     wait_until(lambda: not actors("EncoderActor"))
 
@@ -179,22 +164,6 @@ def test_what_a_cluster_has_is_known_at_the_start(address: str) -> None:
     both = ["--refresh.workers=ray", "--index.holders=ray", "--index.num_shards=2"]
     with pytest.raises(ConfigError, match="encoder need 3 CPUs at once, the cluster has 2"):
         ray_config.on_ray(config(at, *both))
-
-
-def test_a_run_with_a_cluster_is_the_run_without(tmp_path: Path, address: str) -> None:
-    make_material(tmp_path)
-    pinned = ["--refresh.every_steps=2", "--refresh.deterministic_lag=1"]
-    remote = ["--refresh.workers=ray", "--index.holders=ray", f"--ray.address={address}"]
-    cases = {
-        name: {"folder": str(tmp_path), "name": name, "flags": [*pinned, *flags]}
-        for name, flags in (("here", []), ("there", remote))
-    }
-    results = run_alone("tests.distributed.rag_runs:run", cases)
-    here, there = results["here"][0], results["there"][0]
-    assert [e["kind"] for e in there["history"]] == ["start", "switch", "start", "switch"]
-    assert there["history"] == here["history"]
-    assert there["steps"] == here["steps"]
-    assert there["parameters"] == here["parameters"]
 
 
 def test_a_cluster_that_is_not_there() -> None:

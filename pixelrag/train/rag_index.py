@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import deque
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from pixelrag.config.rag import RagConfig
 from pixelrag.data.passages import PassageStore
 from pixelrag.distributed.collectives import from_main
 from pixelrag.distributed.env import World
+from pixelrag.distributed.hosts import gather_on_host
 from pixelrag.distributed.together import together
 from pixelrag.engine.base import Engine
 from pixelrag.errors import IndexError_
@@ -27,6 +30,7 @@ from pixelrag.train.rag_data import RagParts
 from pixelrag.train.rag_recipe import (
     encoder_fingerprints,
     recipe_for,
+    say_if_crowded,
     search_device,
     shards_for,
     training_gpus,
@@ -68,7 +72,7 @@ class KnowledgeBase:
         self._held = contextlib.ExitStack()
         self._refresher: Refresher | None = None
         self._elsewhere: IndexElsewhere | None = None
-        used = training_gpus(world)
+        used, ranks_here = training_gpus(world), len(gather_on_host(None))
         self._unhindered: dict[str, Any] = {"nice": 0}
         if used and refresh.devices == "auto" and refresh.workers == "local":
             self._unhindered["devices"] = [f"cuda:{index}" for index in used]
@@ -77,11 +81,15 @@ class KnowledgeBase:
             if world.is_main:
                 self._held.enter_context(self._generations.owned())
                 lora = config.encoder_lora if self._trains else None
+                recipe = recipe_for(
+                    config, passages, encoder, parts.documents, lora=lora, used_gpus=used
+                )
+                if refresh.every_steps is not None:
+                    cores = len(os.sched_getaffinity(0))
+                    say_if_crowded(recipe, ranks_here, torch.get_num_threads(), cores)
                 self._refresher = Refresher(
                     self._generations,
-                    recipe_for(
-                        config, passages, encoder, parts.documents, lora=lora, used_gpus=used
-                    ),
+                    recipe,
                     retries=refresh.retries,
                     retry_seconds=refresh.retry_seconds,
                 )

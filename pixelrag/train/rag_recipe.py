@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,8 @@ from pixelrag.retrieval.recipe import refresh_devices, refresh_recipe
 from pixelrag.retrieval.refresh_spec import Call, RefreshSpec
 from pixelrag.retrieval.sharded import shards_of_rank
 from pixelrag.train.rag_data import document_encoder_config, passage_options
+
+logger = logging.getLogger("pixelrag")
 
 
 def recipe_for(
@@ -84,6 +87,27 @@ def encoder_fingerprints(
 def training_gpus(world: World) -> list[int]:
     """Numbers of the GPUs that ranks of this host train on, ascending; a collective."""
     return sorted({index for index in gather_on_host(world.device.index) if index is not None})
+
+
+def say_if_crowded(spec: RefreshSpec, ranks: int, threads: int, cores: int) -> None:
+    """Say that refreshes will slow the training down, where they will.
+
+    A rank that is alone loses next to nothing to workers of low priority; several wait at every
+    step for the one whose core is taken.
+
+    Args:
+        spec: of the refreshes.
+        ranks: on this host.
+        threads: of each rank.
+        cores: of this host.
+    """
+    workers = spec.threads * spec.devices.count("cpu") if spec.ray is None else 0
+    if ranks > 1 and workers and ranks * threads + workers > cores:
+        logger.info(
+            "refresh: %d ranks of %d threads and workers of %d in all share %d cores: the ranks "
+            "will wait for one another while it runs. Leave it a core, or set refresh.workers ray",
+            *(ranks, threads, workers, cores),
+        )
 
 
 def shards_for(index: IndexConfig, world: World) -> Callable[[int], Iterable[int]]:

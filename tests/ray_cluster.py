@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,9 @@ def ray_cluster() -> Iterator[str]:
     """Start it; yields its address."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        # A token of its own: Ray would leave one in the home folder.
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
         import ray
 
         ray.init(

@@ -14,14 +14,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
 
-from pixelrag.models.wire import receive, send
 from pixelrag.retrieval.background import end, last_words, launch
 from pixelrag.retrieval.generation import Generation
 from pixelrag.retrieval.hits import Hits
+from pixelrag.retrieval.pipe import Pipe
 
 logger = logging.getLogger("pixelrag")
 
@@ -131,50 +131,42 @@ class IndexElsewhere:
 
 
 class _Server:
-    """The process, its two sockets, and what it holds."""
+    """The process, its two pipes, and what it holds."""
 
     def __init__(self, arguments: tuple[str, ...], log: Path) -> None:
         self.held: set[int] = set()
         self._turn = threading.Lock()
-        self._asking, asked = socket.socketpair()
-        self._sending, files = socket.socketpair()
-        self._asking.settimeout(_SEARCH_SECONDS)
-        self._sending.settimeout(_HOLD_SECONDS)
+        searches, asked = socket.socketpair()
+        files, taken = socket.socketpair()
+        searches.settimeout(_SEARCH_SECONDS)
+        files.settimeout(_HOLD_SECONDS)
+        self._searches, self._files = Pipe(searches), Pipe(files)
         log.unlink(missing_ok=True)
-        with asked, files:
-            passed = (asked.fileno(), files.fileno())
+        with asked, taken:
+            passed = (asked.fileno(), taken.fileno())
             self._process: subprocess.Popen[bytes] = launch(
                 "pixelrag.retrieval.index_server", *map(str, passed), *arguments,
                 log=log, nice=0, threads=1, pass_fds=passed,
             )  # fmt: skip
 
     def search(self, generation: int, queries_QD: np.ndarray, k: int) -> Hits:
-        header = {"generation": generation, "k": k}
-        found = _ask(self._asking, header, {"queries": torch.from_numpy(queries_QD)})
-        return Hits(found["scores"].numpy(), found["rows"].numpy())
+        return Hits(*_ask(self._searches, {"generation": generation, "k": k}, queries_QD))
 
     def hold(self, generation: Generation, keep: int) -> None:
-        header = {"folder": str(generation.path.resolve()), "keep": [keep]}
+        folder = str(generation.path.resolve())
         with self._turn:
-            _ask(self._sending, header, {})
+            _ask(self._files, {"folder": folder, "keep": [keep]})
         self.held = {*self.held.intersection([keep]), generation.number}
 
     def end(self) -> None:
         end(self._process)  # first, so that who waits for an answer learns that none will come
-        self._asking.close()
-        self._sending.close()
+        self._searches.close()
+        self._files.close()
 
 
-def _ask(
-    connection: socket.socket, header: dict, tensors: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    try:
-        send(connection, header, tensors)
-        reply = receive(connection)
-    except ValueError as error:
-        raise OSError(str(error)) from error
-    if reply is None:
-        raise ConnectionError("the process that asks the Ray cluster is gone")
-    if "error" in reply[0]:
-        raise OSError(reply[0]["error"])
-    return reply[1]
+def _ask(pipe: Pipe, options: dict[str, Any], *arrays: np.ndarray) -> list[np.ndarray]:
+    pipe.send(options, *arrays)
+    header, answer = pipe.receive()
+    if "error" in header:
+        raise OSError(header["error"])
+    return answer

@@ -10,41 +10,35 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
-from pixelrag.models.wire import receive, send
 from pixelrag.retrieval.background import settle_down
+from pixelrag.retrieval.pipe import Pipe
 from pixelrag.retrieval.ray_cluster import Holders, joined
-
-Answer = tuple[dict[str, Any], dict[str, torch.Tensor]]
-Reply = Callable[[Mapping[str, Any], Mapping[str, torch.Tensor]], Answer]
 
 
 def main(arguments: Sequence[str]) -> int:
     """Serve until the training hangs up."""
     settle_down()
-    asked, files = (socket.socket(fileno=int(number)) for number in arguments[:2])
+    searches, files = (Pipe(socket.socket(fileno=int(number))) for number in arguments[:2])
     address, count, threads = arguments[2], int(arguments[3]), int(arguments[4])
     try:
         with joined(address):
             holders = Holders(count, threads)
 
-            def search(header: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Answer:
-                queries_QD = tensors["queries"].numpy()
-                hits = holders.search(header["generation"], queries_QD, header["k"])
-                scores, rows = map(torch.from_numpy, hits)
-                return {}, {"scores": scores, "rows": rows}
+            def search(queries_QD: np.ndarray, *, generation: int, k: int) -> Sequence[np.ndarray]:
+                return holders.search(generation, queries_QD, k)
 
-            def hold(header: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Answer:
-                holders.hold(Path(header["folder"]), header["keep"])
-                return {}, {}
+            def hold(*, folder: str, keep: list[int]) -> Sequence[np.ndarray]:
+                holders.hold(Path(folder), keep)
+                return ()
 
             threading.Thread(target=_answer, args=(files, hold), daemon=True).start()
-            _answer(asked, search)
+            _answer(searches, search)
     except ConnectionError as error:
         print(error, flush=True)  # noqa: T201 - the training reads it
         return 1
@@ -52,13 +46,18 @@ def main(arguments: Sequence[str]) -> int:
     os._exit(0)
 
 
-def _answer(connection: socket.socket, reply: Reply) -> None:
-    while (question := receive(connection)) is not None:
+def _answer(pipe: Pipe, reply: Callable[..., Sequence[np.ndarray]]) -> None:
+    while True:
         try:
-            answer = reply(*question)
+            options, arrays = pipe.receive()
+        except OSError:  # hung up
+            return
+        answer: tuple[dict[str, Any], Sequence[np.ndarray]]
+        try:
+            answer = {}, reply(*arrays, **options)
         except Exception as error:  # noqa: BLE001 - told to the training, which does without
-            answer = {"error": f"{type(error).__name__}: {error}"}, {}
-        send(connection, *answer)
+            answer = {"error": f"{type(error).__name__}: {error}"}, ()
+        pipe.send(answer[0], *answer[1])
 
 
 if __name__ == "__main__":

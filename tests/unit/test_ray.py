@@ -18,7 +18,7 @@ from pixelrag.retrieval.elsewhere import IndexElsewhere
 from pixelrag.retrieval.refresh_spec import OnRay
 from tests.ray_cluster import ray_cluster
 from tests.unit.rag_stand_ins import encoded_rows, log_lines, make_generation, write_passages
-from tests.unit.refresh_rig import ROWS, Rig, processes_of, wait_until
+from tests.unit.refresh_rig import Rig, processes_of, wait_until
 
 ALL_ROWS = ["doc-0", "doc-20", "doc-40"]
 
@@ -65,13 +65,11 @@ def test_a_killed_actor_is_replaced(rig: Rig, address: str, caplog) -> None:
 def test_a_hung_actor_is_noticed_and_ended(rig: Rig, address: str) -> None:
     hang = {"faults": {"after encode": "hang"}}
     refresher = rig.refresher(
-        ray=OnRay(address, ["cpu"]), timeout_seconds=3.0, nice=17, threads=2, encoder_options=hang
+        ray=OnRay(address, ["cpu"]), timeout_seconds=5.0, encoder_options=hang
     )
     status = rig.run(refresher)
     assert status.state == "failed"
     assert "no sign of life for" in status.reason
-    started = next(line for line in log_lines(rig.log) if "pid" in line)
-    assert (started["nice"], started["threads"]) == (17, "2")
     rig.assert_old_in_place()
     wait_until(lambda: not actors("EncoderActor"))
 
@@ -87,11 +85,14 @@ def test_a_host_with_another_model_is_found(rig: Rig, address: str) -> None:
 
 
 def test_what_would_fail_again_ends_at_once(rig: Rig, address: str) -> None:
-    refresher = rig.refresher(ray=OnRay(address, ["cpu"]), retries=5)
-    write_passages(rig.passages, ROWS, word="other")
-    status = rig.run(refresher)
+    """Nonsense, from an actor of the priority and the threads that were asked for."""
+    nonsense = {"encoder_options": {"faults": {"encode": "nan"}}}
+    options = {"retries": 5, "nice": 17, "threads": 2, **nonsense}
+    status = rig.run(rig.refresher(ray=OnRay(address, ["cpu"]), **options))
     assert (status.state, status.attempt) == ("failed", 1)
-    assert "the passages have changed since the run began: 50 with fingerprint" in status.reason
+    assert status.reason.startswith("the vector of passage doc-1 is not finite")
+    (started,) = log_lines(rig.log)[:1]
+    assert (started["nice"], started["threads"]) == (17, "2")
     rig.assert_old_in_place()
 
 

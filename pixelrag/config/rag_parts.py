@@ -15,6 +15,8 @@ _DEVICE_KINDS = ("cpu", "cuda")
 class SearchIndexConfig(Section):
     factory: str = Field("HNSW32", min_length=1)
     """FAISS factory string, such as Flat, HNSW32 or IVF1024,PQ48x4fs; inner product."""
+    start_from: str | None = Field(None, min_length=1)
+    """What `pixelrag index` made with this configuration: the first generation, not made again."""
     train_rows: int | None = Field(None, ge=1)
     """Vectors that an index which must be trained is trained on; null = by its size."""
     ef_construction: int = Field(80, ge=1)

@@ -93,28 +93,31 @@ class Manifest:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise IndexError_(f"{path}: cannot be read ({error})") from error
 
-    def check(self, folder: Path, expected: Mapping[str, str]) -> None:
+    def check(
+        self,
+        folder: Path,
+        expected: Mapping[str, str],
+        remedy: str = "Restore the passages and settings it was made with, or give the run another "
+        "output_dir so that the passages are encoded anew",
+    ) -> None:
         """Refuse a generation that was made from something else.
 
         Args:
             folder: for messages.
             expected: fingerprints by name; those that are not named may be anything.
+            remedy: what the message ends with.
 
         Raises:
             ProvenanceError: names every difference.
         """
         differing = [
-            f"{name}: it has {self.fingerprints.get(name, 'none')}, the run {wanted}"
+            f"  {name}: it has {self.fingerprints.get(name, 'none')}, the run {wanted}\n"
             for name, wanted in expected.items()
             if self.fingerprints.get(name) != wanted
         ]
         if differing:
-            raise ProvenanceError(
-                f"{folder} does not belong to this run:\n"
-                + "\n".join(f"  {text}" for text in differing)
-                + "\nRestore the passages and settings it was made with, or give the run another "
-                "output_dir so that the passages are encoded anew"
-            )
+            told = "".join(differing)
+            raise ProvenanceError(f"{folder} does not belong to this run:\n{told}{remedy}")
 
 
 class Elsewhere(Protocol):

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pixelrag.errors import IndexError_
+from pixelrag.errors import IndexError_, PixelragError
 from pixelrag.retrieval import refresh_spec as files
 from pixelrag.retrieval.background import end, last_words, launch
 from pixelrag.retrieval.coordinator import PERMANENT
@@ -25,6 +25,7 @@ from pixelrag.retrieval.generation import MANIFEST, Manifest, say_once
 from pixelrag.retrieval.generations import WORK, Generations
 from pixelrag.retrieval.refresh_spec import RefreshSpec, read_json
 from pixelrag.retrieval.refresh_status import Status
+from pixelrag.retrieval.reuse import reuse
 
 logger = logging.getLogger("pixelrag")
 
@@ -95,12 +96,15 @@ class Refresher:
         work.mkdir(parents=True, exist_ok=True)
         return work
 
-    def start(self, folder: Path, step: int, **circumstances: Any) -> None:
+    def start(
+        self, folder: Path, step: int, *, like: Path | None = None, **circumstances: Any
+    ) -> None:
         """Hand the snapshot in ``folder`` to the workers.
 
         Args:
             folder: what `begin` returned.
             step: as given to `begin`.
+            like: a generation of the same vectors, see `reuse`; if it is none, the refresh fails.
             circumstances: `devices` and `nice` of this refresh alone, where the training waits
                 for it and needs neither.
 
@@ -117,7 +121,9 @@ class Refresher:
         self._nice = spec.nice
         try:
             spec.write(folder)
-        except OSError as error:
+            if like is not None:
+                reuse(like, work.parent, spec)
+        except (OSError, PixelragError) as error:
             self._attempt_failed(str(error), permanent=True)  # the snapshot is lost with it
             return
         self._launch()

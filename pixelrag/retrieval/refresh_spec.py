@@ -7,7 +7,7 @@ weights.safetensors      the document encoder's snapshot, by the trainer
 training.npz             some passages' rows, and their vectors as the training makes them
 sealed.json              hash of the two, by the coordinator; what is made belongs to this hash
 shard-<i>.npy            vectors of `shard_rows` passages, by encoding workers
-built.json               why the index was not built on the GPU, where it should have been
+built.json               why the index was not built on the GPU; whose vectors were used again
 validation.json          figures, by the validating worker
 state.json               where the coordinator is; failed.json: why it gave up
 alive-<job>, <job>.log   signs of life, and what a process printed

@@ -24,7 +24,7 @@ from pixelrag.retrieval.durable import put
 from pixelrag.retrieval.generation import VECTORS, index_names, shard_bounds, write_tables
 from pixelrag.retrieval.index import IndexSettings, build_index
 from pixelrag.retrieval.refresh_encode import ShardEncoder, checked_vectors, open_passages
-from pixelrag.retrieval.refresh_spec import BUILT, RefreshSpec, shard_name, write_json
+from pixelrag.retrieval.refresh_spec import BUILT, RefreshSpec, read_json, shard_name, write_json
 from pixelrag.retrieval.refresh_validate import validate
 
 PERMANENT = 3
@@ -76,7 +76,8 @@ def build(work: Path, spec: RefreshSpec, device: str, beat: Callable[[], None]) 
             index = build_index(rows, settings, threads=spec.threads, device=device, progress=beat)
             put(part / name, index.write)
             if index.fallback:
-                write_json(work / BUILT, {"built on the CPU": index.fallback})
+                told = read_json(work / BUILT) or {}
+                write_json(work / BUILT, told | {"built on the CPU": index.fallback})
         beat()
     ids = list(open_passages(spec).ids)
     write_tables(part, ids, spec.dim, settings, spec.num_index_shards)

@@ -148,7 +148,8 @@ class KnowledgeBase:
         if state is None:
             # Everyone waits for it: the training's devices and priority are free.
             self.switch.begin(step)
-            self._hand_over(step, self._unhindered)
+            like = self._config.index.start_from
+            self._hand_over(step, self._unhindered | ({"like": Path(like)} if like else {}))
             if not self.switch.settle(step):
                 reason = from_main(lambda: self._refresher.status.reason)
                 raise IndexError_(f"the first generation of the index cannot be made: {reason}")

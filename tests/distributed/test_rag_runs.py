@@ -13,6 +13,7 @@ from pixelrag.config.base import load
 from pixelrag.config.rag import RagConfig
 from pixelrag.config.rag_models import EncoderConfig
 from pixelrag.models import load_embedder
+from pixelrag.retrieval.generation import Generation
 from pixelrag.retrieval.generations import Generations
 from pixelrag.train.build_index import build
 from tests.distributed.harness import Results, run_alone, run_cases
@@ -75,8 +76,15 @@ def alone(folder: Path) -> Iterator[Results]:
 
 
 @pytest.fixture(scope="module")
-def pair(folder: Path) -> Results:
+def served(folder: Path) -> Generation:
+    """What `pixelrag index` makes of the runs' configuration."""
+    return build(load(RagConfig, flags(folder, folder / "run-index"))[0], folder / "served")
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path, served: Generation) -> Results:
     cases = _named(PAIR, folder, "pair")
+    cases["fsdp2"]["flags"].append(f"--index.start_from={folder / 'served'}")
     return run_cases(RUN, cases, nproc=2, timeout_seconds=580, collective_timeout_seconds=300)
 
 
@@ -134,14 +142,22 @@ def test_the_training_encodes_what_is_indexed(alone: Results, folder: Path):
             assert 0 <= generations.open(number).manifest.validation["training_parity"] < 1e-5
 
 
-def test_an_index_without_training_is_the_first_of_a_run(alone: Results, folder: Path):
+def test_an_index_without_training_is_the_first_of_a_run(
+    alone: Results, folder: Path, served: Generation
+):
     assert alone["whole"]
-    config, _ = load(RagConfig, flags(folder, folder / "run-index"))
-    made = build(config, folder / "served")
     first = Generations(folder / "run-alone-whole" / "index").open(1)
-    assert made.path == folder / "served" / "gen-000001"
-    assert made.manifest.files == first.manifest.files
-    assert made.manifest.fingerprints == first.manifest.fingerprints
+    assert served.path == folder / "served" / "gen-000001"
+    assert served.manifest.files == first.manifest.files
+    assert served.manifest.fingerprints == first.manifest.fingerprints
+
+
+def test_a_run_starts_from_it(pair: Results, folder: Path, served: Generation):
+    assert pair["fsdp2"]
+    first = Generations(folder / "run-pair-fsdp2" / "index").open(1).manifest
+    assert first.validation["vectors from"] == str(served.path)
+    assert first.files["vectors.npy"] == served.manifest.files["vectors.npy"]
+    assert len(first.index_files) == 2  # of its own
 
 
 def test_exports_load(alone: Results, folder: Path):

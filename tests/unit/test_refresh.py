@@ -111,6 +111,38 @@ def test_index_shards(rig: Rig) -> None:
     assert there == {"ids.npz", "manifest.json", "vectors.npy", *names}
 
 
+def test_vectors_that_are_there_are_not_made_again(rig: Rig) -> None:
+    first = rig.refresher(index={"factory": "HNSW8"})
+    rig.run(first)
+    encoded = encoded_rows(rig.log)
+    # Of the same kind: index files as well. Of another: the vectors.
+    for number, index in ((3, {"factory": "HNSW8"}), (4, {"factory": "Flat"})):
+        refresher = rig.refresher(index=index)
+        folder = refresher.begin(30)
+        (folder / "weights.safetensors").write_bytes(WEIGHTS)
+        refresher.start(folder, 30, like=rig.generations.path(2))
+        assert refresher.wait(60).state == "published"
+        found, source = rig.generations.open(number).manifest, rig.generations.open(2).manifest
+        assert found.validation["vectors from"] == str(rig.generations.path(2))
+        assert (found.files["index.faiss"] == source.files["index.faiss"]) == (number == 3)
+        rig.assert_good(number)
+    assert encoded_rows(rig.log) == encoded
+
+
+def test_vectors_of_something_else_are_refused(rig: Rig) -> None:
+    rig.run(rig.refresher())
+    refresher = rig.refresher(fingerprints={"passages": "p"})
+    folder = refresher.begin(30)
+    (folder / "weights.safetensors").write_bytes(b"other")
+    refresher.start(folder, 30, like=rig.generations.root)  # the newest there
+    assert refresher.status.state == "failed"
+    reason = refresher.status.reason
+    assert reason.startswith(f"{rig.generations.path(2)} does not belong to this run:\n  passages")
+    assert "\n  weights: it has " in reason
+    assert reason.endswith("leave index.start_from out")
+    assert rig.generations.parts() == []
+
+
 def test_the_seal_covers_what_decides_the_result(rig: Rig) -> None:
     base = make_recipe(rig.passages)
     same = make_recipe(rig.passages, generation=4, step=9, nice=1, timeout_seconds=1.0,

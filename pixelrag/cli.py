@@ -88,7 +88,7 @@ COMMANDS = {
     ),
     "export": Command("make of a checkpoint what other tools load", "pixelrag.train.export"),
     "index": Command(
-        "encode and index a knowledge base without training, to serve it",
+        "encode and index a knowledge base without training, to serve it or to start from it",
         "pixelrag.train.build_index",
         "rag",
         {"output": "folder of generations to write to (required)"},

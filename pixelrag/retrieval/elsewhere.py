@@ -107,7 +107,7 @@ class IndexElsewhere:
         if server is None:
             return
         try:
-            server.hold(generation, keep=self._in_use)
+            server.hold(generation, self._in_use)
         except OSError as error:
             self._give_up(server, error)
             return
@@ -152,11 +152,12 @@ class _Server:
     def search(self, generation: int, queries_QD: np.ndarray, k: int) -> Hits:
         return Hits(*_ask(self._searches, {"generation": generation, "k": k}, queries_QD))
 
-    def hold(self, generation: Generation, keep: int) -> None:
-        folder = str(generation.path.resolve())
+    def hold(self, generation: Generation, in_use: int) -> None:
         with self._turn:
-            _ask(self._files, {"folder": folder, "keep": [keep]})
-        self.held = {*self.held.intersection([keep]), generation.number}
+            keep = {number for number in self.held if number >= in_use}
+            folder = str(generation.path.resolve())
+            _ask(self._files, {"folder": folder, "keep": sorted(keep)})
+            self.held = {*keep, generation.number}
 
     def end(self) -> None:
         end(self._process)  # first, so that who waits for an answer learns that none will come

@@ -10,15 +10,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import pixelrag
 from pixelrag.config.base import load
 from pixelrag.config.rag import RagConfig
-from pixelrag.errors import ConfigError
-from pixelrag.retrieval import ray_config
+from pixelrag.errors import ConfigError, ProvenanceError
+from pixelrag.retrieval import ray_actors, ray_config
 from pixelrag.retrieval.elsewhere import IndexElsewhere
+from pixelrag.retrieval.ray_actors import EncoderActor
 from pixelrag.retrieval.refresh_spec import OnRay
 from tests.ray_cluster import ray_cluster
-from tests.unit.rag_stand_ins import encoded_rows, log_lines, make_generation, write_passages
-from tests.unit.refresh_rig import Rig, processes_of, wait_until
+from tests.unit.rag_stand_ins import (
+    encoded_rows,
+    log_lines,
+    make_generation,
+    make_recipe,
+    vector,
+    write_passages,
+)
+from tests.unit.refresh_rig import WEIGHTS, Rig, processes_of, wait_until
 
 ALL_ROWS = ["doc-0", "doc-20", "doc-40"]
 
@@ -85,15 +94,28 @@ def test_a_host_with_another_model_is_found(rig: Rig, address: str) -> None:
 
 
 def test_what_would_fail_again_ends_at_once(rig: Rig, address: str) -> None:
-    """Nonsense, from an actor of the priority and the threads that were asked for."""
+    """Nonsense, from an actor of the threads that were asked for."""
     nonsense = {"encoder_options": {"faults": {"encode": "nan"}}}
-    options = {"retries": 5, "nice": 17, "threads": 2, **nonsense}
+    options = {"retries": 5, "threads": 2, **nonsense}
     status = rig.run(rig.refresher(ray=OnRay(address, ["cpu"]), **options))
     assert (status.state, status.attempt) == ("failed", 1)
     assert status.reason.startswith("the vector of passage doc-1 is not finite")
     (started,) = log_lines(rig.log)[:1]
-    assert (started["nice"], started["threads"]) == (17, "2")
+    assert started["threads"] == "2"
     rig.assert_old_in_place()
+
+
+def test_an_actor_stands_back_and_knows_its_version(rig: Rig, monkeypatch) -> None:
+    calls = []
+    monkeypatch.setattr(ray_actors.os, "setpriority", lambda *call: calls.append(call))
+    spec = make_recipe(rig.passages, nice=19).to_json()
+    weights = np.frombuffer(WEIGHTS, np.uint8)
+    actor = EncoderActor()
+    actor.prepare(spec, "cpu", weights, pixelrag.__version__)
+    assert calls == [(os.PRIO_PROCESS, 0, 19)]
+    assert (actor.encode(2)[3] == vector(WEIGHTS, "T43|passage 43 é")).all()
+    with pytest.raises(ProvenanceError, match=r"the training 0\.0; install the same everywhere"):
+        EncoderActor().prepare(spec, "cpu", weights, "0.0")
 
 
 def test_a_cluster_that_is_gone_may_come_back(rig: Rig, address: str) -> None:

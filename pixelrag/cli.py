@@ -87,6 +87,12 @@ COMMANDS = {
         {"output": _FOLDER},
     ),
     "export": Command("make of a checkpoint what other tools load", "pixelrag.train.export"),
+    "index": Command(
+        "encode and index a knowledge base without training, to serve it or to start from it",
+        "pixelrag.train.build_index",
+        "rag",
+        {"output": "folder of generations to write to (required)"},
+    ),
     "cache-states": Command(
         "write a teacher's final hidden states, to distil from later",
         "pixelrag.train.cache_states",

@@ -9,7 +9,13 @@ from pixelrag.config.base import JobConfig
 from pixelrag.config.parts import EngineConfig, LoggingConfig, LoraConfig, OptimConfig
 from pixelrag.config.problems import Conflict, shown
 from pixelrag.config.rag_models import DocumentEncoderConfig, EncoderConfig, GeneratorConfig
-from pixelrag.config.rag_parts import IndexConfig, RefreshConfig, refresh_conflicts
+from pixelrag.config.rag_parts import (
+    IndexConfig,
+    RayConfig,
+    RefreshConfig,
+    ray_conflicts,
+    refresh_conflicts,
+)
 from pixelrag.config.rag_sections import (
     KnowledgeBaseConfig,
     QuestionDataConfig,
@@ -65,6 +71,7 @@ class RagConfig(JobConfig):
     loss: RagLossConfig = RagLossConfig()
     index: IndexConfig = IndexConfig()
     refresh: RefreshConfig = RefreshConfig()
+    ray: RayConfig = RayConfig()
     batch: RagBatchConfig = RagBatchConfig()
     optim: OptimConfig = OptimConfig()
     engine: EngineConfig = EngineConfig()
@@ -82,6 +89,13 @@ class RagConfig(JobConfig):
         yield from length_conflicts(self.optim)
         yield from engine_conflicts(self.engine)
         yield from refresh_conflicts(self.refresh)
+        if self.index.device == "cuda" and self.engine.device == "cpu":
+            yield Conflict(
+                ("index.device", "engine.device"),
+                got="index.device cuda with engine.device cpu",
+                remedy="a rank searches on the GPU that it trains on: leave one of them out",
+            )
+        yield from ray_conflicts(self.ray, self.index, self.refresh)
         yield from _part_conflicts(self)
         yield from _loss_conflicts(self.loss)
         yield from _knowledge_conflicts(self)

@@ -15,6 +15,8 @@ _DEVICE_KINDS = ("cpu", "cuda")
 class SearchIndexConfig(Section):
     factory: str = Field("HNSW32", min_length=1)
     """FAISS factory string, such as Flat, HNSW32 or IVF1024,PQ48x4fs; inner product."""
+    start_from: str | None = Field(None, min_length=1)
+    """What `pixelrag index` made with this configuration: the first generation, not made again."""
     train_rows: int | None = Field(None, ge=1)
     """Vectors that an index which must be trained is trained on; null = by its size."""
     ef_construction: int = Field(80, ge=1)
@@ -27,6 +29,10 @@ class SearchIndexConfig(Section):
     """RFlat: so many times the hits are looked at again with exact scores."""
     search_threads: int = Field(1, ge=1)
     """CPU threads of a search."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where ranks search: cuda needs faiss-gpu; auto: there if small and faiss can, else cpu."""
+    holders: Literal["ranks", "ray"] = "ranks"
+    """Who searches: the ranks, or Ray actors on other hosts, one for each index file."""
 
 
 class IndexConfig(SearchIndexConfig):
@@ -53,10 +59,12 @@ class RefreshConfig(Section):
     """At the end: wait for the refresh in flight, or drop it."""
     keep: int = Field(2, ge=1)
     """Generations to keep, besides those that checkpoints need."""
+    workers: Literal["local", "ray"] = "local"
+    """local: processes on the host of rank 0; ray: actors on a Ray cluster (extra ray)."""
     devices: Literal["auto"] | list[str] = "auto"
     """Where to encode: auto (GPUs that no rank uses, else the CPU), or a list such as cuda:1."""
     num_workers: int = Field(1, ge=1)
-    """Encoding processes on each device."""
+    """Encoding processes on each device; with workers ray, actors for each entry of devices."""
     threads: int = Field(1, ge=1)
     """CPU threads of each process."""
     nice: int = Field(19, ge=0, le=19)
@@ -87,6 +95,11 @@ class RefreshConfig(Section):
         if not isinstance(names, list) or not names or not all(map(_is_device, names)):
             raise PydanticCustomError("paths", "auto, or a list such as cpu, cuda:1")
         return names
+
+
+class RayConfig(Section):
+    address: str = Field("auto", pattern=r"^(auto|[^:/]+:\d+)$")
+    """Cluster to join: host:port of its head, or auto (RAY_ADDRESS, or what runs on this host)."""
 
 
 def _is_device(name: Any) -> bool:
@@ -120,4 +133,28 @@ def refresh_conflicts(refresh: RefreshConfig, prefix: str = "refresh") -> Iterat
             (f"{prefix}.max_staleness", f"{prefix}.deterministic_lag"),
             got=f"{prefix}.max_staleness {stale} with {prefix}.deterministic_lag {lag}",
             remedy="a generation is at least as old as the lag before the next: raise the former",
+        )
+
+
+def ray_conflicts(ray: RayConfig, index: IndexConfig, refresh: RefreshConfig) -> Iterator[Conflict]:
+    """Yield what cannot be done on a Ray cluster, and an address that nothing uses."""
+    devices = [] if refresh.devices == "auto" else refresh.devices
+    numbered = [name for name in devices if ":" in name]
+    if refresh.workers == "ray" and numbered:
+        yield Conflict(
+            ("refresh.devices", "refresh.workers"),
+            got=f"refresh.devices {numbered[0]} with refresh.workers ray",
+            remedy="say cuda: Ray gives each actor a GPU of its own",
+        )
+    if index.holders == "ray" and index.device == "cuda":
+        yield Conflict(
+            ("index.device", "index.holders"),
+            got="index.device cuda with index.holders ray",
+            remedy="leave index.device out: actors search on the CPU",
+        )
+    if ray.address != "auto" and (refresh.workers, index.holders) == ("local", "ranks"):
+        yield Conflict(
+            ("ray.address", "refresh.workers"),
+            got=f"ray.address {ray.address} with refresh.workers local and index.holders ranks",
+            remedy="set refresh.workers ray or index.holders ray, or leave the address out",
         )

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 _PARENT = "PIXELRAG_PARENT_PID"
@@ -31,7 +32,7 @@ _RANK_VARIABLES = (
     "MASTER_PORT",
     "PIXELRAG_RENDEZVOUS_FILE",
 )
-_THREAD_VARIABLES = (
+THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
@@ -40,7 +41,7 @@ _THREAD_VARIABLES = (
 
 
 def launch(
-    module: str, *arguments: str, log: Path, nice: int, threads: int
+    module: str, *arguments: str, log: Path, nice: int, threads: int, pass_fds: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
     """Start ``python -m module arguments`` in the background.
 
@@ -52,6 +53,7 @@ def launch(
         log: file that takes what it prints, appended.
         nice: 0 (as the trainer) to 19 (what the trainer leaves).
         threads: limit of its CPU threads.
+        pass_fds: open files that it gets, under the same numbers.
 
     Raises:
         RuntimeError: called outside the main thread: the child would die with that thread.
@@ -59,7 +61,7 @@ def launch(
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("background processes are started from the main thread")
     environment = {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES}
-    environment |= dict.fromkeys(_THREAD_VARIABLES, str(threads))
+    environment |= dict.fromkeys(THREAD_VARIABLES, str(threads))
     environment |= {_PARENT: str(os.getpid()), _NICE: str(nice), "TOKENIZERS_PARALLELISM": "false"}
     with open(log, "ab") as output:
         return subprocess.Popen(
@@ -69,6 +71,7 @@ def launch(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            pass_fds=pass_fds,
         )
 
 

@@ -102,8 +102,10 @@ class Coordinator:
     def _encode(self, spec: RefreshSpec) -> None:
         missing = self._missing(spec)
         workers = []
-        for number, device in enumerate(spec.devices):
-            shards = missing[number :: len(spec.devices)]
+        # One process asks all actors of a Ray cluster.
+        devices = spec.devices if spec.ray is None else ["ray"]
+        for number, device in enumerate(devices):
+            shards = missing[number :: len(devices)]
             if shards:
                 workers.append((f"encode-{shards[0]}", ["encode", device, *map(str, shards)]))
         self._together(workers, spec)
@@ -175,7 +177,10 @@ class Coordinator:
             index=spec.index,
             index_files=index_names(spec.num_index_shards),
             fingerprints=spec.fingerprints | {"weights": weights},
-            validation=read_json(self.work / files.VALIDATION) or {},
+            validation={
+                **(read_json(self.work / files.VALIDATION) or {}),
+                **(read_json(self.work / files.BUILT) or {}),
+            },
         )
         self.generations.publish(spec.generation)
 

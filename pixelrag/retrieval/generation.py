@@ -3,19 +3,21 @@
 vectors.npy              float32 [N, D], row i is passage i; mapped
 index.faiss              or index-<i>-of-<n>.faiss, each over an equal range of rows; mapped
 ids.npz                  the passages' ids: their UTF-8 bytes, and where each ends
-metadata.npz             with index.faiss and summary.json what PixelRAG's server mounts
-summary.json             (StarTrail-org/PixelRAG, embed/src/pixelrag_embed/index.py)
+metadata.npz             with index.faiss and summary.json what PixelRAG's server mounts (it reads
+summary.json             one file: StarTrail-org/PixelRAG, serve/src/pixelrag_serve/backends.py)
 manifest.json            sizes and SHA-256 of all these, and what they were made from
 """
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -23,6 +25,8 @@ from pixelrag.errors import IndexError_, ProvenanceError
 from pixelrag.retrieval.durable import put, put_text, sha256
 from pixelrag.retrieval.hits import Hits, check_queries, merge_top_k
 from pixelrag.retrieval.index import Index, IndexSettings, open_index
+
+logger = logging.getLogger("pixelrag")
 
 MANIFEST = "manifest.json"
 VECTORS = "vectors.npy"
@@ -89,28 +93,37 @@ class Manifest:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise IndexError_(f"{path}: cannot be read ({error})") from error
 
-    def check(self, folder: Path, expected: Mapping[str, str]) -> None:
+    def check(
+        self,
+        folder: Path,
+        expected: Mapping[str, str],
+        remedy: str = "Restore the passages and settings it was made with, or give the run another "
+        "output_dir so that the passages are encoded anew",
+    ) -> None:
         """Refuse a generation that was made from something else.
 
         Args:
             folder: for messages.
             expected: fingerprints by name; those that are not named may be anything.
+            remedy: what the message ends with.
 
         Raises:
             ProvenanceError: names every difference.
         """
         differing = [
-            f"{name}: it has {self.fingerprints.get(name, 'none')}, the run {wanted}"
+            f"  {name}: it has {self.fingerprints.get(name, 'none')}, the run {wanted}\n"
             for name, wanted in expected.items()
             if self.fingerprints.get(name) != wanted
         ]
         if differing:
-            raise ProvenanceError(
-                f"{folder} does not belong to this run:\n"
-                + "\n".join(f"  {text}" for text in differing)
-                + "\nRestore the passages and settings it was made with, or give the run another "
-                "output_dir so that the passages are encoded anew"
-            )
+            told = "".join(differing)
+            raise ProvenanceError(f"{folder} does not belong to this run:\n{told}{remedy}")
+
+
+class Elsewhere(Protocol):
+    """Searches a generation in other processes; see `pixelrag.retrieval.elsewhere`."""
+
+    def search(self, generation: Generation, queries_QD: np.ndarray, k: int) -> Hits: ...
 
 
 class Generation:
@@ -118,13 +131,17 @@ class Generation:
 
     Args:
         path: its folder.
-        shards: which of the index files to open; None = all.
+        shards: which of so many index files to open.
         threads: CPU threads of a search.
+        device: where to search. "cuda:1" and the like copy the index files there.
+        device_bytes: leave them on the CPU where they are larger, or the GPU cannot have them, and
+            say so once. None: raise.
 
     Attributes:
         path: its folder.
         manifest: what it says of itself.
         vectors_ND: float32, mapped, read-only.
+        elsewhere: what searches it, if not this process.
 
     Raises:
         IndexError_: a file is missing, or of another size than the manifest says, or the files
@@ -132,9 +149,16 @@ class Generation:
     """
 
     def __init__(
-        self, path: Path, *, shards: Sequence[int] | None = None, threads: int = 1
+        self,
+        path: Path,
+        *,
+        shards: Callable[[int], Iterable[int]] = range,
+        threads: int = 1,
+        device: str = "cpu",
+        device_bytes: int | None = None,
     ) -> None:
         self.path = path
+        self.elsewhere: Elsewhere | None = None
         self.manifest = Manifest.read(path)
         _raise_first(path, self._size_problems())
         manifest = self.manifest
@@ -151,9 +175,20 @@ class Generation:
         bounds = shard_bounds(manifest.num_passages, len(manifest.index_files))
         self._settings = IndexSettings(**manifest.index)
         self._indexes: list[tuple[int, Index]] = []
-        for shard in range(len(bounds) - 1) if shards is None else shards:
+        chosen = list(shards(len(manifest.index_files)))
+        size = sum(manifest.files[manifest.index_files[shard]]["size"] for shard in chosen)
+        too_large = device_bytes is not None and size > device_bytes
+        for shard in chosen:
             file = path / manifest.index_files[shard]
-            index = open_index(file, self._settings, threads=threads)
+            where = "cpu" if too_large else device
+            index = open_index(file, self._settings, threads=threads, device=where)
+            if index.fallback and device_bytes is None:
+                raise IndexError_(
+                    f"index.device {device} for index.factory {self._settings.factory!r}: "
+                    f"{index.fallback}. Set index.device cpu or auto"
+                )
+            if index.fallback or too_large:
+                say_once(f"index: searched on the CPU ({index.fallback or _too_large(size)})")
             expected = bounds[shard + 1] - bounds[shard]
             if (index.num_rows, index.dim) != (expected, manifest.dim):
                 raise IndexError_(
@@ -182,6 +217,12 @@ class Generation:
         Raises:
             IndexError_: the queries do not fit.
         """
+        if self.elsewhere is not None:
+            return self.elsewhere.search(self, queries_QD, k)
+        return self.search_here(queries_QD, k)
+
+    def search_here(self, queries_QD: np.ndarray, k: int) -> Hits:
+        """The same by this process."""
         parts = []
         for first_row, index in self._indexes:
             hits = index.search(queries_QD, k)
@@ -249,6 +290,16 @@ class Generation:
         return problems
 
 
+@functools.cache
+def say_once(message: str) -> None:
+    """Log what every generation would say again."""
+    logger.info("%s", message)
+
+
+def _too_large(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB of index files are too much for the GPU beside the training"
+
+
 def _raise_first(path: Path, problems: list[str]) -> None:
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -267,8 +318,10 @@ def index_names(num_shards: int) -> list[str]:
     return [f"index-{shard}-of-{num_shards}.faiss" for shard in range(num_shards)]
 
 
-def write_tables(folder: Path, ids: Sequence[str], dim: int, settings: IndexSettings) -> None:
-    """Write `ids.npz`, and `metadata.npz` and `summary.json` for PixelRAG's server.
+def write_tables(
+    folder: Path, ids: Sequence[str], dim: int, settings: IndexSettings, num_shards: int = 1
+) -> None:
+    """Write `ids.npz`, and, with one index file, what else PixelRAG's server needs.
 
     To the server each passage is an article of its own, numbered by row, with one tile.
     """
@@ -276,6 +329,8 @@ def write_tables(folder: Path, ids: Sequence[str], dim: int, settings: IndexSett
     ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)
     utf8 = np.frombuffer(b"".join(encoded), dtype=np.uint8)
     put(folder / IDS, lambda path: _savez(path, utf8=utf8, ends=ends))
+    if num_shards > 1:
+        return
     zeros = np.zeros(len(ids), np.int32)
     names = ("tile_indices", "chunk_indices", "y_offsets", "tile_heights")
     arrays = {"article_ids": np.arange(len(ids), dtype=np.int64), **dict.fromkeys(names, zeros)}

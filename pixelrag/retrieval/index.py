@@ -27,6 +27,7 @@ _BLOCK_ROWS = 16_384
 _TRAIN_ROWS = 65_536
 _ROWS_A_CELL = 64
 _SEED = 1234
+_GPU_SCRATCH_BYTES = 64 << 20
 # "Error in <function> at <file>:<line>: [Error: '<condition>' failed: ]<what is wrong>"
 _FAISS_PREFIX = re.compile(r"^Error in .*?\.(?:cpp|h|cu|cuh):\d+: (?:Error: '.*?' failed: )?", re.S)
 
@@ -50,11 +51,15 @@ class Index:
         index: a faiss index.
         settings: `ef_search`, `nprobe` and `refine_factor` act, each where the index knows it.
         threads: CPU threads of a search.
+        fallback: why it is not on the GPU where it was wanted; empty where all is as wanted.
     """
 
-    def __init__(self, index: Any, settings: IndexSettings, *, threads: int = 1) -> None:
+    def __init__(
+        self, index: Any, settings: IndexSettings, *, threads: int = 1, fallback: str = ""
+    ) -> None:
         self._index = index
         self._threads = threads
+        self.fallback = fallback
         _apply(
             index,
             efSearch=settings.ef_search,
@@ -105,8 +110,17 @@ class Index:
             raise OSError(f"{path}: {_plain(error)}") from error
 
 
-def open_index(path: Path, settings: IndexSettings, *, threads: int = 1) -> Index:
+def open_index(
+    path: Path, settings: IndexSettings, *, threads: int = 1, device: str = "cpu"
+) -> Index:
     """Map a file that `Index.write` wrote. Altered bytes go unnoticed: check its hash.
+
+    Args:
+        path: the file.
+        settings: see `Index`.
+        threads: CPU threads of a search.
+        device: "cuda:1" and the like copy it into that GPU's memory, where faiss-gpu and the kind
+            allow it.
 
     Raises:
         IndexError_: missing, truncated, or not an index of inner products.
@@ -119,7 +133,9 @@ def open_index(path: Path, settings: IndexSettings, *, threads: int = 1) -> Inde
         index = faiss.read_index(os.fspath(path), faiss.IO_FLAG_MMAP_IFC)
     if index.metric_type != faiss.METRIC_INNER_PRODUCT:
         raise IndexError_(f"{path}: an index of another metric than the inner product")
-    return Index(index, settings, threads=threads)
+    opened = Index(index, settings, threads=threads)  # a copy takes the settings along
+    moved, opened.fallback = _on_gpu(index, device)
+    return opened if moved is index else Index(moved, settings, threads=threads)
 
 
 def build_index(
@@ -154,9 +170,11 @@ def build_index(
             raise IndexError_(f"index.factory {settings.factory!r}: leave out IDMap")
         _apply(index, efConstruction=settings.ef_construction)
         with _threads(threads):
-            index, moved = _on_gpu(index, device)
+            on_cpu, train_rows = index, settings.train_rows or _enough_rows(index)
+            index, fallback = _on_gpu(index, device)
+            moved = index is not on_cpu
             if not index.is_trained:
-                index.train(_training_rows(index, vectors_ND, settings.train_rows))
+                index.train(_training_rows(vectors_ND, train_rows))
                 progress()
             for start in range(0, num_rows, _BLOCK_ROWS):
                 block = vectors_ND[start : start + _BLOCK_ROWS]
@@ -164,39 +182,40 @@ def build_index(
                 progress()
             if moved:
                 index = faiss.index_gpu_to_cpu(index)
-    return Index(index, settings, threads=threads)
+    return Index(index, settings, threads=threads, fallback=fallback)
 
 
-def _training_rows(index: Any, vectors_ND: np.ndarray, train_rows: int | None) -> np.ndarray:
+def _enough_rows(index: Any) -> int:
+    """Rows to train an index of this kind on; asked on the CPU, where it knows its cells."""
     import faiss
 
-    if train_rows is None:
-        ivf = faiss.try_extract_index_ivf(index)
-        train_rows = max(_TRAIN_ROWS, _ROWS_A_CELL * ivf.nlist if ivf is not None else 0)
+    ivf = faiss.try_extract_index_ivf(index)
+    return max(_TRAIN_ROWS, _ROWS_A_CELL * ivf.nlist if ivf is not None else 0)
+
+
+def _training_rows(vectors_ND: np.ndarray, train_rows: int) -> np.ndarray:
     if train_rows >= len(vectors_ND):
         return np.ascontiguousarray(vectors_ND, dtype=np.float32)
     chosen = np.random.default_rng(_SEED).choice(len(vectors_ND), train_rows, replace=False)
     return np.ascontiguousarray(vectors_ND[np.sort(chosen)], dtype=np.float32)
 
 
-def _on_gpu(index: Any, device: str) -> tuple[Any, bool]:
-    """The index moved to ``device`` where that can be, and whether it was."""
+def _on_gpu(index: Any, device: str) -> tuple[Any, str]:
+    """The index copied to ``device``; or as it is, and why."""
     import faiss
 
     kind, _, number = device.partition(":")
     if kind != "cuda":
-        return index, False
+        return index, ""
     count = faiss.get_num_gpus() if hasattr(faiss, "StandardGpuResources") else 0
     if count <= int(number or 0):
-        logger.info("index: built on the CPU (faiss sees %d GPUs)", count)
-        return index, False
+        return index, f"faiss sees {count} GPUs"
+    resources = faiss.StandardGpuResources()
+    resources.setTempMemory(_GPU_SCRATCH_BYTES)  # it would take 1.5 GB
     try:
-        moved = faiss.index_cpu_to_gpu(faiss.StandardGpuResources(), int(number or 0), index)
+        return faiss.index_cpu_to_gpu(resources, int(number or 0), index), ""
     except RuntimeError as error:  # not every kind exists there
-        logger.info("index: built on the CPU (%s)", _plain(error))
-        return index, False
-    logger.info("index: built on %s", device)
-    return moved, True
+        return index, _plain(error)
 
 
 def _apply(index: Any, **values: int) -> None:
@@ -230,7 +249,7 @@ def _threads(number: int) -> Iterator[None]:
 def _as_index_error(what: str) -> Iterator[None]:
     try:
         yield
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, MemoryError) as error:  # the last of a wrong length
         raise IndexError_(f"{what}: {_plain(error)}") from error
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from pixelrag.config.rag_parts import IndexConfig, RefreshConfig, SearchIndexConfig
 from pixelrag.errors import ConfigError
 from pixelrag.retrieval.index import IndexSettings
-from pixelrag.retrieval.refresh_spec import Call, RefreshSpec
+from pixelrag.retrieval.refresh_spec import Call, OnRay, RefreshSpec
 
 _TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
 
@@ -48,7 +48,7 @@ def refresh_devices(
     Raises:
         ConfigError: a GPU is named that is not there.
     """
-    if config.devices == "auto":
+    if config.devices == "auto" or config.workers == "ray":  # there they are Ray's
         spare = [f"cuda:{number}" for number in range(num_gpus) if number not in used_gpus]
         return (spare or ["cpu"]) * config.num_workers
     for name in config.devices:
@@ -71,6 +71,7 @@ def refresh_recipe(
     dim: int,
     fingerprints: Mapping[str, str],
     devices: list[str],
+    ray: OnRay | None = None,
     seed: int = 0,
 ) -> RefreshSpec:
     """What every refresh of the run has in common; `Refresher` fills in number and step.
@@ -83,6 +84,7 @@ def refresh_recipe(
         dim: D of its vectors.
         fingerprints: of the encoder (`document_encoder.fingerprints`).
         devices: see `refresh_devices`.
+        ray: where to encode instead; see `ray_config.on_ray`.
         seed: of what is validated.
     """
     options: dict[str, Any] = {"batch_size": refresh.batch_size}
@@ -99,6 +101,7 @@ def refresh_recipe(
         num_index_shards=index.num_shards,
         shard_rows=refresh.shard_rows,
         devices=devices,
+        ray=ray,
         threads=refresh.threads,
         nice=refresh.nice,
         timeout_seconds=refresh.timeout_seconds,

@@ -13,54 +13,25 @@ import logging
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pixelrag.errors import IndexError_
+from pixelrag.errors import IndexError_, PixelragError
 from pixelrag.retrieval import refresh_spec as files
 from pixelrag.retrieval.background import end, last_words, launch
 from pixelrag.retrieval.coordinator import PERMANENT
-from pixelrag.retrieval.generation import MANIFEST
+from pixelrag.retrieval.generation import MANIFEST, Manifest, say_once
 from pixelrag.retrieval.generations import WORK, Generations
 from pixelrag.retrieval.refresh_spec import RefreshSpec, read_json
+from pixelrag.retrieval.refresh_status import Status
+from pixelrag.retrieval.reuse import reuse
 
 logger = logging.getLogger("pixelrag")
 
-State = Literal[
-    "idle", "snapshot", "encoding", "building", "validating", "waiting", "published", "failed"
-]
 _WAIT_SECONDS = 0.05
 # The coordinator renews its state file 20 times a second, but a machine may be very busy.
 _SILENT_SECONDS = 120.0
-
-
-@dataclass(frozen=True, slots=True)
-class Status:
-    """Where a refresh is.
-
-    Attributes:
-        state: see the module; `published` and `failed` stay until the next one begins.
-        generation, step: of the refresh in flight, or the last one; 0 and -1 before any.
-        done, of: encoded shards.
-        attempt: from 1.
-        reason: of the last failure, also while a further attempt is made.
-        seconds: since it began.
-    """
-
-    state: State = "idle"
-    generation: int = 0
-    step: int = -1
-    done: int = 0
-    of: int = 0
-    attempt: int = 0
-    reason: str = ""
-    seconds: float = 0.0
-
-    @property
-    def busy(self) -> bool:
-        """Whether a refresh is in flight."""
-        return self.state not in ("idle", "published", "failed")
 
 
 class Refresher:
@@ -125,12 +96,15 @@ class Refresher:
         work.mkdir(parents=True, exist_ok=True)
         return work
 
-    def start(self, folder: Path, step: int, **circumstances: Any) -> None:
+    def start(
+        self, folder: Path, step: int, *, like: Path | None = None, **circumstances: Any
+    ) -> None:
         """Hand the snapshot in ``folder`` to the workers.
 
         Args:
             folder: what `begin` returned.
             step: as given to `begin`.
+            like: a generation of the same vectors, see `reuse`; if it is none, the refresh fails.
             circumstances: `devices` and `nice` of this refresh alone, where the training waits
                 for it and needs neither.
 
@@ -147,7 +121,9 @@ class Refresher:
         self._nice = spec.nice
         try:
             spec.write(folder)
-        except OSError as error:
+            if like is not None:
+                reuse(like, work.parent, spec)
+        except (OSError, PixelragError) as error:
             self._attempt_failed(str(error), permanent=True)  # the snapshot is lost with it
             return
         self._launch()
@@ -292,6 +268,9 @@ class Refresher:
     def _published(self) -> None:
         self._process = None
         self._status = replace(self._status, state="published", reason="")
+        manifest = Manifest.read(self._generations.path(self._status.generation))
+        if fallback := manifest.validation.get("built on the CPU"):
+            say_once(f"index: built on the CPU ({fallback})")
         logger.info(
             "generation %d (step %d) published after %.1f s",
             self._status.generation,

@@ -4,8 +4,10 @@ Files in `gen-<n>.part/work/`:
 
 spec.json                this, by the trainer
 weights.safetensors      the document encoder's snapshot, by the trainer
+training.npz             some passages' rows, and their vectors as the training makes them
 sealed.json              hash of the two, by the coordinator; what is made belongs to this hash
 shard-<i>.npy            vectors of `shard_rows` passages, by encoding workers
+built.json               why the index was not built on the GPU; whose vectors were used again
 validation.json          figures, by the validating worker
 state.json               where the coordinator is; failed.json: why it gave up
 alive-<job>, <job>.log   signs of life, and what a process printed
@@ -26,13 +28,15 @@ from pixelrag.retrieval.durable import put_text, sha256
 
 SPEC = "spec.json"
 WEIGHTS = "weights.safetensors"
+TRAINING = "training.npz"
 SEALED = "sealed.json"
 STATE = "state.json"
 FAILED = "failed.json"
+BUILT = "built.json"
 VALIDATION = "validation.json"
 _FORMAT = 1
 # What the result does not depend on.
-_CIRCUMSTANCES = ("generation", "step", "devices", "nice", "timeout_seconds")
+_CIRCUMSTANCES = ("generation", "step", "devices", "ray", "nice", "timeout_seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,19 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class OnRay:
+    """Encoding on a Ray cluster.
+
+    Attributes:
+        address: `auto`, or host:port of its head.
+        devices: one actor each, `cpu` or `cuda`; Ray chooses the host and the GPU.
+    """
+
+    address: str
+    devices: list[str]
+
+
+@dataclass(frozen=True, slots=True)
 class RefreshSpec:
     """One refresh.
 
@@ -69,7 +86,9 @@ class RefreshSpec:
         index: the fields of `IndexSettings`.
         num_index_shards: index files to build.
         shard_rows: passages a worker encodes before it writes them down.
-        devices: one encoding worker each; a device may be named several times.
+        devices: one encoding worker each; a device may be named several times. The first also
+            builds the index and validates it.
+        ray: where to encode instead of on these, if anywhere.
         threads: CPU threads of each worker.
         nice: see `background.launch`.
         timeout_seconds: a worker without a sign of life for so long is killed.
@@ -90,6 +109,7 @@ class RefreshSpec:
     num_index_shards: int = 1
     shard_rows: int = 8192
     devices: list[str] = field(default_factory=lambda: ["cpu"])
+    ray: OnRay | None = None
     threads: int = 1
     nice: int = 19
     timeout_seconds: float = 1800.0
@@ -110,7 +130,22 @@ class RefreshSpec:
 
     def write(self, work: Path) -> None:
         """Write it to a work folder."""
-        put_text(work / SPEC, json.dumps({"format": _FORMAT, **asdict(self)}, indent=1) + "\n")
+        put_text(work / SPEC, json.dumps({"format": _FORMAT, **self.to_json()}, indent=1) + "\n")
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values, for `from_json`."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> RefreshSpec:
+        """From what `to_json` gave.
+
+        Raises:
+            KeyError, TypeError: it is something else.
+        """
+        nested: dict[str, Any] = {n: Call(**content[n]) for n in ("passages", "encoder")}
+        nested["ray"] = OnRay(**content["ray"]) if content["ray"] is not None else None
+        return cls(**{**content, **nested})
 
     @classmethod
     def read(cls, work: Path) -> RefreshSpec:
@@ -124,14 +159,13 @@ class RefreshSpec:
             content = json.loads(path.read_text(encoding="utf-8"))
             if content.pop("format") != _FORMAT:
                 raise ValueError(f"expected format {_FORMAT}")
-            calls = {name: Call(**content[name]) for name in ("passages", "encoder")}
-            return cls(**content | calls)
+            return cls.from_json(content)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise IndexError_(f"{path}: cannot be read ({error})") from error
 
     def seal(self, weights_sha256: str) -> str:
         """Hash of all that decides the vectors and the index."""
-        content = {k: v for k, v in asdict(self).items() if k not in _CIRCUMSTANCES}
+        content = {k: v for k, v in self.to_json().items() if k not in _CIRCUMSTANCES}
         text = json.dumps(content | {"weights": weights_sha256}, sort_keys=True)
         return hashlib.sha256(text.encode("utf-8")).hexdigest()
 

@@ -1,6 +1,6 @@
 """A worker of a refresh: ``python -m pixelrag.retrieval.refresh_worker WORK JOB ...``.
 
-encode DEVICE SHARD...   vectors of shards of passages, one file a shard
+encode DEVICE SHARD...   vectors of shards of passages, one file a shard; `ray`: of other hosts
 build DEVICE             all vectors in one file, the index, the tables
 validate DEVICE          what must hold before the generation is published
 
@@ -12,30 +12,22 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
-from pixelrag.errors import DataError, IndexError_, PixelragError, ProvenanceError
+from pixelrag.errors import DataError, IndexError_, PixelragError
 from pixelrag.retrieval.background import settle_down
 from pixelrag.retrieval.durable import put
 from pixelrag.retrieval.generation import VECTORS, index_names, shard_bounds, write_tables
-from pixelrag.retrieval.hits import Hits, exact_search, merge_top_k, recall_at_k
-from pixelrag.retrieval.index import IndexSettings, build_index, open_index
-from pixelrag.retrieval.refresh_spec import (
-    VALIDATION,
-    WEIGHTS,
-    RefreshSpec,
-    shard_name,
-    write_json,
-)
+from pixelrag.retrieval.index import IndexSettings, build_index
+from pixelrag.retrieval.refresh_encode import ShardEncoder, checked_vectors, open_passages
+from pixelrag.retrieval.refresh_spec import BUILT, RefreshSpec, read_json, shard_name, write_json
+from pixelrag.retrieval.refresh_validate import validate
 
 PERMANENT = 3
-_PARITY_ROWS = 32
-_PROBES = 64
-_BLOCK_ROWS = 16_384
 
 
 def alive_file(work: Path, job: str) -> Path:
@@ -46,18 +38,20 @@ def alive_file(work: Path, job: str) -> Path:
 def encode(
     work: Path, spec: RefreshSpec, device: str, shards: Sequence[int], beat: Callable[[], None]
 ) -> None:
-    """Encode shards of passages.
+    """Encode shards of passages here, or have them encoded where the device is `ray`.
 
     Raises:
         ProvenanceError: the passages are not those that the run began with.
         IndexError_: a vector is not finite.
     """
-    store = _passages(spec)
-    encoder = spec.encoder(weights=work / WEIGHTS, device=device, progress=beat)
-    for shard in shards:
-        rows = spec.rows_of(shard)
-        vectors_MD = _vectors(encoder([store[row] for row in rows]), len(rows), spec.dim)
-        _require_finite(vectors_MD, rows.start, store)
+    if device == "ray":
+        from pixelrag.retrieval.ray_cluster import encode_shards  # Ray is an extra
+
+        encoded: Iterable[tuple[int, np.ndarray]] = encode_shards(work, spec, shards, beat)
+    else:
+        encoder = ShardEncoder(work, spec, device, beat)
+        encoded = ((shard, encoder(shard)) for shard in shards)
+    for shard, vectors_MD in encoded:
         put(work / shard_name(shard), lambda path, v=vectors_MD: save_vectors(path, v))
         beat()
 
@@ -81,123 +75,12 @@ def build(work: Path, spec: RefreshSpec, device: str, beat: Callable[[], None]) 
             rows = vectors_ND[bounds[number] : bounds[number + 1]]
             index = build_index(rows, settings, threads=spec.threads, device=device, progress=beat)
             put(part / name, index.write)
+            if index.fallback:
+                told = read_json(work / BUILT) or {}
+                write_json(work / BUILT, told | {"built on the CPU": index.fallback})
         beat()
-    write_tables(part, list(_passages(spec).ids), spec.dim, settings)
-
-
-def validate(work: Path, spec: RefreshSpec, device: str, beat: Callable[[], None]) -> None:
-    """Check the whole, and write the figures down.
-
-    Raises:
-        IndexError_: a count, a norm, the recall or the parity is not what it must be.
-    """
-    part = work.parent
-    store = _passages(spec, images=True)
-    vectors_ND = np.load(part / VECTORS, mmap_mode="r")
-    if vectors_ND.shape != (len(store), spec.dim):
-        raise IndexError_(
-            f"vectors of shape {list(vectors_ND.shape)}, expected {[len(store), spec.dim]}"
-        )
-    norms = _norms(vectors_ND, store, beat)
-    rng = np.random.default_rng(spec.seed)
-    probes = _choose(rng, spec.num_passages, _PROBES)
-    queries_QD = np.ascontiguousarray(vectors_ND[probes])
-    settings = IndexSettings(**spec.index)
-    bounds = shard_bounds(spec.num_passages, spec.num_index_shards)
-    parts = []
-    for number, name in enumerate(index_names(spec.num_index_shards)):
-        index = open_index(part / name, settings, threads=spec.threads)
-        if index.num_rows != bounds[number + 1] - bounds[number]:
-            raise IndexError_(f"{name} holds {index.num_rows} vectors, not those of its rows")
-        hits = index.search(queries_QD, spec.recall_k)
-        parts.append(Hits(hits.scores_Qk, hits.rows_Qk + bounds[number]))
-        beat()
-    exact = exact_search(vectors_ND, queries_QD, spec.recall_k)
-    found = merge_top_k(parts, spec.recall_k)
-    recall = recall_at_k(vectors_ND, queries_QD, found, exact)
-    if recall < spec.min_recall:
-        raise IndexError_(
-            f"the index finds {recall:.3f} of the true best {spec.recall_k}, less than "
-            f"refresh.min_recall {spec.min_recall}. Raise index.ef_search or index.nprobe, or "
-            f"choose another index.factory than {spec.index['factory']!r}"
-        )
-    beat()
-    parity = _parity(work, spec, device, store, vectors_ND, rng, beat)
-    figures = {f"recall@{spec.recall_k}": recall, "parity": parity, **norms}
-    write_json(work / VALIDATION, figures)
-
-
-def _parity(
-    work: Path,
-    spec: RefreshSpec,
-    device: str,
-    store: Any,
-    vectors_ND: np.ndarray,
-    rng: np.random.Generator,
-    beat: Callable[[], None],
-) -> float:
-    """Largest relative difference to the same passages encoded alone, without any padding."""
-    encoder = spec.encoder(weights=work / WEIGHTS, device=device, progress=beat)
-    worst = 0.0
-    for row in _choose(rng, spec.num_passages, _PARITY_ROWS):
-        again_D = _vectors(encoder([store[int(row)]]), 1, spec.dim)[0]
-        error = np.linalg.norm(again_D - vectors_ND[row]) / np.linalg.norm(vectors_ND[row])
-        worst = max(worst, float(error))
-        if not error <= spec.parity_tolerance:
-            raise IndexError_(
-                f"passage {store[int(row)].id} encoded once more differs by {error:.2g} of its "
-                f"length, expected at most {spec.parity_tolerance:g}: dropout that is on, a mask "
-                "that is ignored, or a truncation that depends on the batch"
-            )
-    return worst
-
-
-def _passages(spec: RefreshSpec, *, images: bool = False) -> Any:
-    """The passages, checked to be the run's own; what images show only with ``images``."""
-    store = spec.passages()
-    got = expected = spec.fingerprints["passages"]
-    # Images are hashed byte by byte: once a refresh will do.
-    if images or not getattr(store, "has_images", False):
-        got = store.fingerprint
-    if (len(store), got) != (spec.num_passages, expected):
-        raise ProvenanceError(
-            f"the passages have changed since the run began: {len(store)} with fingerprint "
-            f"{got}, expected {spec.num_passages} with {expected}. Restore them, or start a new run"
-        )
-    return store
-
-
-def _vectors(vectors: Any, num_rows: int, dim: int) -> np.ndarray:
-    vectors = np.ascontiguousarray(vectors, dtype=np.float32)
-    if vectors.shape != (num_rows, dim):
-        raise IndexError_(
-            f"the encoder made vectors of shape {list(vectors.shape)}, expected {[num_rows, dim]}"
-        )
-    return vectors
-
-
-def _require_finite(vectors_MD: np.ndarray, first_row: int, store: Any) -> None:
-    bad = np.flatnonzero(~np.isfinite(vectors_MD).all(axis=1))
-    if len(bad):
-        passage = store[first_row + int(bad[0])]
-        raise IndexError_(
-            f"the vector of passage {passage.id} is not finite ({len(bad)} of "
-            f"{len(vectors_MD)}); the document encoder has diverged"
-        )
-
-
-def _norms(vectors_ND: np.ndarray, store: Any, beat: Callable[[], None]) -> dict[str, float]:
-    low, high = np.inf, 0.0
-    for start in range(0, len(vectors_ND), _BLOCK_ROWS):
-        block = np.asarray(vectors_ND[start : start + _BLOCK_ROWS])
-        _require_finite(block, start, store)
-        norms = np.linalg.norm(block, axis=1)
-        if norms.min() == 0:
-            row = start + int(norms.argmin())
-            raise IndexError_(f"the vector of passage {store[row].id} is zero")
-        low, high = min(low, float(norms.min())), max(high, float(norms.max()))
-        beat()
-    return {"min_norm": low, "max_norm": high}
+    ids = list(open_passages(spec).ids)
+    write_tables(part, ids, spec.dim, settings, spec.num_index_shards)
 
 
 def _join(path: Path, work: Path, spec: RefreshSpec, beat: Callable[[], None]) -> None:
@@ -209,7 +92,7 @@ def _join(path: Path, work: Path, spec: RefreshSpec, beat: Callable[[], None]) -
                 vectors = np.load(work / name, mmap_mode="r", allow_pickle=False)
             except ValueError as error:
                 raise IndexError_(f"{name}: cannot be read ({error})") from error
-            stream.write(_vectors(vectors, len(spec.rows_of(shard)), spec.dim).data)
+            stream.write(checked_vectors(vectors, len(spec.rows_of(shard)), spec.dim).data)
             beat()
 
 
@@ -224,10 +107,6 @@ def _write_header(stream: BinaryIO, shape: tuple[int, ...]) -> None:
     descr = np.lib.format.dtype_to_descr(np.dtype(np.float32))
     header = {"descr": descr, "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(stream, header)
-
-
-def _choose(rng: Any, num_rows: int, count: int) -> np.ndarray:
-    return rng.choice(num_rows, min(count, num_rows), replace=False)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 
 from pixelrag.engine.base import Engine
 from pixelrag.errors import EngineError
 from pixelrag.retrieval.refresh import Refresher
-from pixelrag.retrieval.refresh_spec import WEIGHTS
+from pixelrag.retrieval.refresh_spec import TRAINING, WEIGHTS
 
 
 def save_snapshot(
@@ -62,6 +63,16 @@ def save_snapshot(
         raise OSError(f"{folder / WEIGHTS}: the snapshot cannot be written ({error})") from error
 
 
+def save_witness(folder: Path, rows_P: np.ndarray, vectors_PD: np.ndarray) -> None:
+    """Write `training.npz`, for `refresh_worker.validate`.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with open(folder / TRAINING, "wb") as stream:
+        np.savez(stream, rows=rows_P, vectors=vectors_PD)
+
+
 def hand_over(
     engine: Engine,
     refresher: Refresher | None,
@@ -70,6 +81,7 @@ def hand_over(
     *,
     bf16: bool = False,
     trainable_only: bool = False,
+    witness: tuple[np.ndarray, np.ndarray] | None = None,
     circumstances: Mapping[str, Any] | None = None,
 ) -> None:
     """Take a snapshot and start a refresh with it; a collective. Does not wait for the workers.
@@ -80,6 +92,8 @@ def hand_over(
         engine, prefix, bf16, trainable_only: see `save_snapshot`.
         refresher: on rank 0, with none in flight; None elsewhere.
         step: optimizer steps done.
+        witness: rows of some passages, and their vectors as the training makes them: what the
+            workers make of these must be the same.
         circumstances: see `Refresher.start`.
 
     Raises:
@@ -97,6 +111,8 @@ def hand_over(
         refresher.fail(str(error))
     try:
         save_snapshot(engine, prefix, folder, **options)
+        if witness is not None and folder is not None:
+            save_witness(folder, *witness)
     except OSError as error:
         refresher.fail(str(error))
         return

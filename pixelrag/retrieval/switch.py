@@ -12,35 +12,23 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Literal, NamedTuple
 
 from pixelrag.distributed.collectives import agree_max, told_by_main
 from pixelrag.distributed.together import together
-from pixelrag.errors import CheckpointError, IndexError_, PixelragError
+from pixelrag.errors import CheckpointError, IndexError_
 from pixelrag.retrieval.durable import sha256
 from pixelrag.retrieval.generation import MANIFEST, Generation
 from pixelrag.retrieval.generations import Generations
+from pixelrag.retrieval.history import Event, Replay
+from pixelrag.retrieval.loader import Loader
 from pixelrag.retrieval.refresh import Refresher
 
 logger = logging.getLogger("pixelrag")
 
 _SETTLE_SECONDS = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """Something that a replay repeats.
-
-    Attributes:
-        step: when.
-        kind: `start` of a refresh, `switch` to its generation, or its end as `failed`.
-        generation: of which; for a start 0, its number is not yet agreed upon.
-    """
-
-    step: int
-    kind: Literal["start", "switch", "failed"]
-    generation: int = 0
+_VISIBLE_SECONDS = 60.0
 
 
 class Decision(NamedTuple):
@@ -63,6 +51,8 @@ class Switch:
         keep: generations that stay on the disk.
         max_staleness: steps that a generation may be old; None: any.
         on_stale: at more: stop the run, or warn.
+        prepare: called with every generation that was opened and verified, in the thread that did
+            so, before anyone may switch to it.
         options: of `Generation` (shards, threads).
 
     Attributes:
@@ -81,6 +71,7 @@ class Switch:
         keep: int = 2,
         max_staleness: int | None = None,
         on_stale: Literal["stop", "warn"] = "warn",
+        prepare: Callable[[Generation], None] = lambda generation: None,
         **options: Any,
     ) -> None:
         self.current: Generation | None = None
@@ -89,12 +80,13 @@ class Switch:
         self._expected = dict(expected)
         self._refresher = refresher
         self._lag = lag
-        self._replay = None if replay is None else _Replay(replay)
+        self._replay = None if replay is None else Replay(replay)
         self._keep = keep
         self._max_staleness = max_staleness
         self._on_stale = on_stale
+        self._prepare = prepare
         self._options = options
-        self._loader: _Loader | None = None
+        self._loader: Loader | None = None
         self._dropper: threading.Thread | None = None
         self._ready: Generation | None = None
         self._published = 0  # newest that rank 0 knows of
@@ -240,7 +232,7 @@ class Switch:
         self._unusable = unusable
         target = published if published > unusable else self.number
         if target > own and self._loader is None:
-            self._loader = _Loader(target, lambda: self._open(target))
+            self._loader = Loader(target, lambda: self._open(target))
             self._loader.start()
         lost = unusable if unusable > self._lost else failed
         self._lost = unusable
@@ -266,9 +258,14 @@ class Switch:
         return due and step >= self._in_flight + self._lag
 
     def _open(self, number: int) -> Generation:
+        # Of a disk that hosts share, another host may see a new name a little later.
+        deadline = time.monotonic() + _VISIBLE_SECONDS
+        while number not in self._generations.numbers() and time.monotonic() < deadline:
+            time.sleep(_SETTLE_SECONDS)
         generation = self._generations.open(number, **self._options)
         generation.manifest.check(generation.path, self._expected)
         generation.verify()
+        self._prepare(generation)
         return generation
 
     def _collect(self) -> None:
@@ -321,39 +318,3 @@ class Switch:
         if self.current is None:
             raise IndexError_("no generation is in use yet")
         return self.current
-
-
-class _Replay:
-    """The steps of an earlier run's refreshes, without those that came to nothing."""
-
-    def __init__(self, history: Sequence[Event]) -> None:
-        self.starts: set[int] = set()
-        self.switches: set[int] = set()
-        begun: int | None = None
-        for event in history:
-            if event.kind == "start":
-                begun = event.step
-            elif event.kind == "failed":
-                begun = None
-            else:
-                self.switches.add(event.step)
-                if begun is not None:
-                    self.starts.add(begun)
-                begun = None
-
-
-class _Loader(threading.Thread):
-    """Opens a generation beside the training."""
-
-    def __init__(self, number: int, open_it: Callable[[], Generation]) -> None:
-        super().__init__(name=f"generation-{number}")
-        self.number = number
-        self.generation: Generation | None = None
-        self.error: Exception | None = None
-        self._open_it = open_it
-
-    def run(self) -> None:
-        try:
-            self.generation = self._open_it()
-        except (PixelragError, OSError) as error:
-            self.error = error

@@ -21,6 +21,7 @@ from pixelrag.export.rag import export_rag
 from pixelrag.gradcache.rag import rag_step
 from pixelrag.losses.rag_objective import RagObjective
 from pixelrag.losses.temperature import scale_from_log
+from pixelrag.retrieval.ray_config import on_ray
 from pixelrag.train.job import (
     checkpoint_of,
     engine_for,
@@ -52,6 +53,7 @@ def main(config: RagConfig) -> int:
 def train(config: RagConfig, world: World) -> dict[str, Any]:
     """Run the job inside an existing process group; a collective. Returns the run's summary."""
     output = Path(config.output_dir)
+    from_main(lambda: on_ray(config))  # before anything is loaded
     checkpoint = from_main(lambda: checkpoint_of(config))
     with together():
         require_writable(output)
@@ -93,6 +95,7 @@ def evaluate(config: RagConfig, world: World) -> RagEvaluation:
     Passages are encoded and indexed anew, below ``output_dir``, in a folder that goes again.
     """
     scratch = Path(config.output_dir) / "eval"
+    from_main(lambda: on_ray(config))
     config = config.model_copy(update={"output_dir": str(scratch)})
     data = open_data(config)
     with together():

@@ -16,6 +16,7 @@ from pixelrag.data.questions import Question, QuestionDataset
 from pixelrag.distributed.collectives import from_main
 from pixelrag.distributed.together import together
 from pixelrag.errors import ConfigError, DataError, ModelError
+from pixelrag.models.embedder import Embedder
 from pixelrag.models.generator_load import load_generator
 from pixelrag.models.generator_prompt import GeneratorPreprocessor
 from pixelrag.models.load import load_embedder
@@ -134,6 +135,21 @@ def build_parts(config: RagConfig) -> RagParts:
             learnable_temperature=config.loss.learnable_temperature,
         )
     return RagParts(container, queries, documents, prompts)
+
+
+def load_document_encoder(config: RagConfig) -> tuple[Embedder, Preprocessor]:
+    """The encoder of passages as it is configured, without adapters, for who will not train it.
+
+    Raises:
+        ModelError: it is not there.
+    """
+    bf16 = config.engine.precision == "bf16"
+    return load_embedder(
+        document_encoder_config(config),
+        dtype=_dtype(bf16, frozen=True),
+        half_precision=bf16,
+        seed=config.seed,
+    )
 
 
 def check_rows(config: RagConfig, data: RagData, parts: RagParts) -> None:

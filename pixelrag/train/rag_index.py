@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -12,23 +13,31 @@ import torch
 
 from pixelrag.config.rag import RagConfig
 from pixelrag.data.passages import PassageStore
-from pixelrag.distributed.collectives import from_main, gather_objects
+from pixelrag.distributed.collectives import from_main
 from pixelrag.distributed.env import World
+from pixelrag.distributed.hosts import gather_on_host
 from pixelrag.distributed.together import together
 from pixelrag.engine.base import Engine
 from pixelrag.errors import IndexError_
-from pixelrag.retrieval.document_encoder import fingerprints
+from pixelrag.retrieval.elsewhere import IndexElsewhere
 from pixelrag.retrieval.generation import Generation
 from pixelrag.retrieval.generations import Generations
-from pixelrag.retrieval.recipe import refresh_devices, refresh_recipe
 from pixelrag.retrieval.refresh import Refresher
-from pixelrag.retrieval.refresh_spec import Call, RefreshSpec
-from pixelrag.retrieval.sharded import shards_of_rank
 from pixelrag.retrieval.snapshot import hand_over
 from pixelrag.retrieval.staleness import Trigger, drift, probe_rows, top_k_overlap
 from pixelrag.retrieval.switch import Switch
-from pixelrag.train.rag_data import RagParts, document_encoder_config, passage_options
+from pixelrag.train.rag_data import RagParts
+from pixelrag.train.rag_recipe import (
+    encoder_fingerprints,
+    recipe_for,
+    say_if_crowded,
+    search_device,
+    shards_for,
+    training_gpus,
+)
 from pixelrag.train.rag_retrieve import Retriever
+
+_WITNESSES = 16  # passages that the training itself encodes for each snapshot
 
 
 class KnowledgeBase:
@@ -58,60 +67,56 @@ class KnowledgeBase:
         self._prefix = parts.container.document_prefix
         self._trains = "document" in config.train
         refresh = config.refresh
-        bf16 = config.engine.precision == "bf16"
         encoder = parts.container.part("document")
-        own = fingerprints(
-            encoder, parts.documents, template=config.knowledge_base.template, bf16=bf16
-        )
         self._generations = Generations(Path(config.output_dir) / "index")
         self._held = contextlib.ExitStack()
         self._refresher: Refresher | None = None
-        used = {index for index in gather_objects(world.device.index) if index is not None}
+        self._elsewhere: IndexElsewhere | None = None
+        used, ranks_here = training_gpus(world), len(gather_on_host(None))
         self._unhindered: dict[str, Any] = {"nice": 0}
-        if used and refresh.devices == "auto":
-            self._unhindered["devices"] = [f"cuda:{index}" for index in sorted(used)]
-
-        def recipe() -> RefreshSpec:
-            gpus = torch.cuda.device_count() if world.device.type == "cuda" else 0
-            lora = config.encoder_lora if self._trains else None
-            arguments: dict[str, Any] = {
-                "model_config": document_encoder_config(config).model_dump(mode="json"),
-                "lora_config": lora.model_dump(mode="json") if lora and lora.enabled else None,
-                "template": config.knowledge_base.template,
-                "bf16": bf16,
-            }
-            return refresh_recipe(
-                config.index,
-                refresh,
-                passages=Call("pixelrag.retrieval.reopen:passages", passage_options(config)),
-                store=passages,
-                encoder=Call("pixelrag.retrieval.document_encoder:embedder", arguments),
-                dim=encoder.embedding_dim,
-                fingerprints=own,
-                devices=refresh_devices(refresh, used_gpus=used, num_gpus=gpus),
-                seed=config.seed,
-            )
+        if used and refresh.devices == "auto" and refresh.workers == "local":
+            self._unhindered["devices"] = [f"cuda:{index}" for index in used]
 
         with together():
             if world.is_main:
                 self._held.enter_context(self._generations.owned())
+                lora = config.encoder_lora if self._trains else None
+                recipe = recipe_for(
+                    config, passages, encoder, parts.documents, lora=lora, used_gpus=used
+                )
+                if refresh.every_steps is not None:
+                    cores = len(os.sched_getaffinity(0))
+                    say_if_crowded(recipe, ranks_here, torch.get_num_threads(), cores)
                 self._refresher = Refresher(
                     self._generations,
-                    recipe(),
+                    recipe,
                     retries=refresh.retries,
                     retry_seconds=refresh.retry_seconds,
                 )
-        shards = config.index.num_shards
+                if config.index.holders == "ray":
+                    self._elsewhere = IndexElsewhere(
+                        config.ray.address,
+                        config.index.num_shards,
+                        threads=config.index.search_threads,
+                        log=self._generations.root / "ray.log",
+                        retries=refresh.retries,
+                        retry_seconds=refresh.retry_seconds,
+                    )
         self.switch = Switch(
             self._generations,
-            {"passages": passages.fingerprint, **own},
+            {
+                "passages": passages.fingerprint,
+                **encoder_fingerprints(config, encoder, parts.documents),
+            },
             refresher=self._refresher,
             lag=refresh.deterministic_lag,
             keep=refresh.keep,
             max_staleness=refresh.max_staleness,
             on_stale=refresh.on_stale,
-            shards=None if shards == 1 else shards_of_rank(shards, world.rank, world.world_size),
+            prepare=self._elsewhere.hold if self._elsewhere else lambda generation: None,
+            shards=shards_for(config.index, world),
             threads=config.index.search_threads,
+            **search_device(config.index, world.device),
         )
         self._trigger = Trigger(refresh.every_steps, refresh.trigger, refresh.drift_threshold)
         self._probes = probe_rows(len(passages), refresh.drift_probes, config.seed)
@@ -143,7 +148,8 @@ class KnowledgeBase:
         if state is None:
             # Everyone waits for it: the training's devices and priority are free.
             self.switch.begin(step)
-            self._hand_over(step, self._unhindered)
+            like = self._config.index.start_from
+            self._hand_over(step, self._unhindered | ({"like": Path(like)} if like else {}))
             if not self.switch.settle(step):
                 reason = from_main(lambda: self._refresher.status.reason)
                 raise IndexError_(f"the first generation of the index cannot be made: {reason}")
@@ -197,6 +203,8 @@ class KnowledgeBase:
 
     def close(self) -> None:
         """End what is in flight, and let go of the folder."""
+        if self._elsewhere is not None:
+            self._elsewhere.close()  # the switch may be waiting for it
         self.switch.close()
         if self._refresher is not None:
             self._refresher.close()
@@ -204,8 +212,10 @@ class KnowledgeBase:
 
     def _hand_over(self, step: int, circumstances: dict[str, Any] | None = None) -> None:
         with_adapters = self._trains and self._config.encoder_lora.enabled
+        rows = self._probes[:: -(-len(self._probes) // _WITNESSES)]
+        vectors = self._retriever.vectors(self._engine, rows.tolist())
         hand_over(
             self._engine, self._refresher, self._prefix, step,
             bf16=self._config.engine.precision == "bf16", trainable_only=with_adapters,
-            circumstances=circumstances,
+            witness=(rows, vectors), circumstances=circumstances,
         )  # fmt: skip

@@ -56,7 +56,7 @@ class Retriever:
         self._passages = passages
         self._parts = parts
         self._template = config.knowledge_base.template
-        self._num_shards = config.index.num_shards
+        self._is_shared_out = config.index.num_shards > 1 or config.index.holders == "ray"
         self._over_retrieve = config.retrieval.over_retrieve
         self._batch_size = config.retrieval.batch_size
 
@@ -105,7 +105,7 @@ class Retriever:
     def _search(
         self, engine: Engine, generation: Generation, queries_QD: np.ndarray, k: int
     ) -> Hits:
-        if self._num_shards > 1:
+        if self._is_shared_out:
             return sharded_search(generation, queries_QD, k, device=engine.device)
         with together():
             return generation.search(queries_QD, k)

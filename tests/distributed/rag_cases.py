@@ -10,18 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from pixelrag.distributed import hosts
 from pixelrag.distributed.env import World
 from pixelrag.errors import PixelragError
+from pixelrag.retrieval import switch
 from pixelrag.retrieval.generation import Generation, shard_bounds
 from pixelrag.retrieval.generations import Generations
+from pixelrag.retrieval.history import Event
 from pixelrag.retrieval.hits import exact_search
 from pixelrag.retrieval.refresh import Refresher
 from pixelrag.retrieval.sharded import sharded_search, shards_of_rank
 from pixelrag.retrieval.snapshot import hand_over, save_snapshot
-from pixelrag.retrieval.switch import Event, Switch
+from pixelrag.retrieval.switch import Switch
+from pixelrag.train.rag_recipe import training_gpus
 from tests.distributed.trials import DEFAULTS, build, model_for, one_step, reference_for
 from tests.unit.rag_stand_ins import make_generation, make_recipe, vector, write_passages
 
@@ -143,6 +148,7 @@ def unusable(world: World, case: dict[str, Any]) -> dict[str, Any]:
     """Rank 1 cannot open generation 2; all go on with the first, then take the third."""
     run = Run(world, case["folder"])
     run.first()
+    switch._VISIBLE_SECONDS = 0.1
     if world.rank == 1:
         real = run.switch._open
         run.switch._open = lambda number: real(number if number != 2 else 99)
@@ -241,7 +247,7 @@ def sharded(world: World, case: dict[str, Any]) -> dict[str, Any]:
     dist.barrier()
     path = Generations(root).path(1)
     shards = shards_of_rank(case["shards"], world.rank, world.world_size)
-    generation = Generation(path, shards=shards)
+    generation = Generation(path, shards=lambda count: shards)
     vectors = np.stack([vector(b"1", f"row {i}") for i in range(50)])
     equal = []
     for count in case["queries"]:
@@ -301,6 +307,18 @@ def snapshot(world: World, case: dict[str, Any]) -> dict[str, Any]:
         "errors": errors,
         "head": sorted(full),
     }
+
+
+def gpus(world: World, case: dict[str, Any]) -> dict[str, Any]:
+    """GPU numbers of the ranks, on one host and on two; each rank trains on cuda:<rank>."""
+    placed = World(world.rank, world.world_size, world.rank, torch.device("cuda", world.rank))
+    told = {"one host": training_gpus(placed)}
+    real = hosts.this_host
+    hosts.this_host = lambda: f"host {world.rank}"
+    try:
+        return told | {"two hosts": training_gpus(placed)}
+    finally:
+        hosts.this_host = real
 
 
 def handing_over(world: World, case: dict[str, Any]) -> dict[str, Any]:

@@ -69,6 +69,16 @@ def flags(folder: Path, output: Path) -> list[str]:
     ]
 
 
+def _hash(checkpoint: Path) -> str:
+    """Of all parameters, whichever ranks wrote them."""
+    from pixelrag.train.run_state import read_parts
+
+    digest = hashlib.sha256()
+    for name, tensor in sorted(read_parts(checkpoint, "model").items()):
+        digest.update(name.encode() + tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
 def run(world: World, case: dict[str, Any]) -> dict[str, Any]:
     """Train; return the logged figures, the generations, and a hash of the final parameters.
 
@@ -98,6 +108,6 @@ def run(world: World, case: dict[str, Any]) -> dict[str, Any]:
         "steps": {name: [line[name] for line in steps] for name in names},
         "eval": next(line for line in reversed(lines) if "eval/recall@1" in line),
         "history": state["position"]["index"]["history"],
-        "parameters": hashlib.sha256((checkpoint / "model.safetensors").read_bytes()).hexdigest(),
+        "parameters": _hash(checkpoint),
         "exported": sorted(path.name for path in (output / "last").iterdir()),
     }

@@ -1,6 +1,7 @@
 """The RAG job: refreshes at pinned steps, resumed runs, engines, and what is exported."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,16 @@ import torch
 from transformers import AutoModelForSeq2SeqLM
 
 from pixelrag import cli
+from pixelrag.config.base import load
+from pixelrag.config.rag import RagConfig
 from pixelrag.config.rag_models import EncoderConfig
 from pixelrag.models import load_embedder
+from pixelrag.retrieval.generation import Generation
+from pixelrag.retrieval.generations import Generations
+from pixelrag.train.build_index import build
 from tests.distributed.harness import Results, run_alone, run_cases
-from tests.distributed.rag_runs import make_material
+from tests.distributed.rag_runs import flags, make_material
+from tests.ray_cluster import ray_cluster
 
 pytestmark = pytest.mark.distributed
 
@@ -37,6 +44,7 @@ ALONE = {
         "apart": True,
     },
 }
+CLUSTER = ["--refresh.workers=ray", "--index.holders=ray"]
 PAIR = {"fsdp2": {"flags": [*PINNED, "--engine.name=fsdp2", "--index.num_shards=2"]}}
 
 
@@ -61,13 +69,22 @@ def _named(cases: dict[str, dict], folder: Path, start: str) -> dict[str, dict]:
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> Results:
-    return run_alone(RUN, _named(ALONE, folder, "alone"))
+def alone(folder: Path) -> Iterator[Results]:
+    with ray_cluster() as address:
+        there = {"there": {"flags": [*PINNED, *CLUSTER, f"--ray.address={address}"]}}
+        yield run_alone(RUN, _named(ALONE | there, folder, "alone"))
 
 
 @pytest.fixture(scope="module")
-def pair(folder: Path) -> Results:
+def served(folder: Path) -> Generation:
+    """What `pixelrag index` makes of the runs' configuration."""
+    return build(load(RagConfig, flags(folder, folder / "run-index"))[0], folder / "served")
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path, served: Generation) -> Results:
     cases = _named(PAIR, folder, "pair")
+    cases["fsdp2"]["flags"].append(f"--index.start_from={folder / 'served'}")
     return run_cases(RUN, cases, nproc=2, timeout_seconds=580, collective_timeout_seconds=300)
 
 
@@ -85,6 +102,13 @@ def test_a_resumed_run_is_the_uninterrupted_one(alone: Results):
     assert resumed["steps"] == whole["steps"]
     assert resumed["history"] == whole["history"]
     assert resumed["eval"] == whole["eval"]
+
+
+def test_a_run_with_a_cluster_is_the_run_without(alone: Results):
+    whole, there = alone["whole"][0], alone["there"][0]
+    assert there["history"] == whole["history"]
+    assert there["steps"] == whole["steps"]
+    assert there["parameters"] == whole["parameters"]
 
 
 def test_two_ranks_do_what_one_does(alone: Results, pair: Results):
@@ -106,6 +130,34 @@ def test_every_form_trains(alone: Results):
     assert len(got["steps"]["train/loss"]) == 4
     assert got["exported"] == ["document_encoder", "generator", "question_encoder"]
     assert [event["kind"] for event in got["history"]] == ["start", "switch"]
+
+
+def test_the_training_encodes_what_is_indexed(alone: Results, folder: Path):
+    """At lag 0 the same vectors, for every generation: they are compared before it is used."""
+    for run in ("whole", "decoder"):
+        assert alone[run]
+        generations = Generations(folder / f"run-alone-{run}" / "index")
+        assert generations.numbers()
+        for number in generations.numbers():
+            assert 0 <= generations.open(number).manifest.validation["training_parity"] < 1e-5
+
+
+def test_an_index_without_training_is_the_first_of_a_run(
+    alone: Results, folder: Path, served: Generation
+):
+    assert alone["whole"]
+    first = Generations(folder / "run-alone-whole" / "index").open(1)
+    assert served.path == folder / "served" / "gen-000001"
+    assert served.manifest.files == first.manifest.files
+    assert served.manifest.fingerprints == first.manifest.fingerprints
+
+
+def test_a_run_starts_from_it(pair: Results, folder: Path, served: Generation):
+    assert pair["fsdp2"]
+    first = Generations(folder / "run-pair-fsdp2" / "index").open(1).manifest
+    assert first.validation["vectors from"] == str(served.path)
+    assert first.files["vectors.npy"] == served.manifest.files["vectors.npy"]
+    assert len(first.index_files) == 2  # of its own
 
 
 def test_exports_load(alone: Results, folder: Path):

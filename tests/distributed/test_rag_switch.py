@@ -10,7 +10,7 @@ import torch
 
 from pixelrag.errors import EngineError
 from pixelrag.retrieval.generations import Generations
-from pixelrag.retrieval.switch import Event
+from pixelrag.retrieval.history import Event
 from tests.distributed.harness import Results, run_cases
 from tests.distributed.rag_cases import events
 from tests.distributed.trials import (
@@ -37,7 +37,17 @@ SHARDS = (1, 3)
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     root = tmp_path_factory.mktemp("rag")
-    names = ["same_step", "lag", "replay", "unusable", "failed", "stale", "resume", "handing_over"]
+    names = [
+        "same_step",
+        "lag",
+        "replay",
+        "unusable",
+        "failed",
+        "stale",
+        "resume",
+        "handing_over",
+        "gpus",
+    ]
     cases: dict[str, dict[str, Any]] = {name: {"function": name} for name in names}
     for shards in SHARDS:
         queries = [[5, 5], [4, 1], [0, 3], [0, 0]]
@@ -151,6 +161,11 @@ def test_shards_answer_as_a_whole(results: Results, shards: int) -> None:
         assert told["equal"] == [True] * 4
         assert "query 1 of 2 is not finite" in told["raised"]
     assert sorted(s for told in found for s in told["shards"]) == list(range(shards))
+
+
+def test_gpu_numbers_are_those_of_a_host(results: Results) -> None:
+    for rank, told in enumerate(results["gpus"]):
+        assert told == {"one host": [0, 1], "two hosts": [rank]}
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,15 @@
-"""Tiny models and images that several test files share; each is written once a session."""
+"""Tiny models and images, each written once a session, and a rig for refreshes."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from PIL import Image
+
+if TYPE_CHECKING:
+    from tests.unit.refresh_rig import Rig
 
 
 @pytest.fixture(scope="session")
@@ -32,3 +37,17 @@ def tiles(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         paths.append(root / f"{index}.png")
         Image.fromarray(pixels).save(paths[-1])
     return paths
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator["Rig"]:
+    """A run's index folder with one old generation; ends every process that a test has left."""
+    from tests.unit.rag_stand_ins import make_generation
+    from tests.unit.refresh_rig import Rig, processes_of, wait_until
+
+    rig = Rig(tmp_path)
+    make_generation(rig.generations.root, 1, step=0)
+    yield rig
+    for refresher in rig.refreshers:
+        refresher.close()
+    wait_until(lambda: not processes_of(tmp_path))

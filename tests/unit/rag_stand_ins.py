@@ -73,25 +73,32 @@ def encoder(
     log: str = "",
     noise: float = 0.0,
     seconds: float = 0.0,
+    foreign: str = "",
 ) -> Callable[[Sequence[Any]], np.ndarray]:
-    """Vectors that depend on the weights and the text alone (and on the batch with ``noise``)."""
+    """Vectors that depend on the weights and the text alone (and on the batch with ``noise``).
+
+    The shard that begins with the passage ``foreign`` comes from a host with another model.
+    """
     salt = weights.read_bytes()
-    if log and sys.argv[2] == "encode":
+    if log and job() == "encode":
         _append(log, {"pid": os.getpid(), "device": device, **_priority()})
 
     def encode(passages: Sequence[Any]) -> np.ndarray:
         act(faults or {}, flag, "after " if _encoded(log) else "")
-        time.sleep(seconds if sys.argv[2] == "encode" else 0.0)
-        vectors = np.stack([vector(salt, p.title + "|" + p.text) for p in passages])
+        time.sleep(seconds if job() == "encode" else 0.0)
+        other = job() == "encode" and passages[0].id == foreign
+        vectors = np.stack(
+            [vector(b"other" if other else salt, p.title + "|" + p.text) for p in passages]
+        )
         if len(passages) > 1:
             vectors[:, 0] += noise
-        if (faults or {}).get(sys.argv[2]) == "nan":
+        if (faults or {}).get(job()) == "nan":
             vectors[1] = np.nan
-        if (faults or {}).get(sys.argv[2]) == "zero":
+        if (faults or {}).get(job()) == "zero":
             vectors[1] = 0
-        if (faults or {}).get(sys.argv[2]) == "shape":
+        if (faults or {}).get(job()) == "shape":
             vectors = vectors[:, 1:]
-        if log and sys.argv[2] == "encode":
+        if log and job() == "encode":
             _append(log, {"first": passages[0].id, "rows": len(passages)})
         progress()
         return vectors
@@ -105,9 +112,14 @@ def vector(salt: bytes, text: str) -> np.ndarray:
     return (values / np.linalg.norm(values)).astype(np.float32)
 
 
+def job() -> str:
+    """What this worker does; Ray's actors encode."""
+    return "encode" if "default_worker" in sys.argv[0] else sys.argv[2]
+
+
 def act(faults: dict[str, str], flag: str, when: str = "") -> None:
     """Do what the faults say for this job, only once where a flag file is named."""
-    fault = faults.get(when + sys.argv[2])
+    fault = faults.get(when + job())
     if fault is None or fault in ("nan", "zero", "shape") or (flag and Path(flag).exists()):
         return
     if flag:

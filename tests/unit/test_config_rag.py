@@ -44,6 +44,10 @@ CONFLICTS = {
     "name held-out questions": ["--eval.fresh_index=true"],
     "name held-out questions in data.eval": ["--eval.every_steps=5"],
     "say how often": ["--refresh.max_staleness=5"],
+    "Ray gives each actor a GPU": ["--refresh.workers=ray", "--refresh.devices=cpu,cuda:1"],
+    "set refresh.workers ray or index.holders ray": ["--ray.address=head:6379"],
+    "actors search on the CPU": ["--index.device=cuda", "--index.holders=ray"],
+    "the GPU that it trains on": ["--index.device=cuda", "--engine.device=cpu"],
 }
 FINE = [
     ["--train=question", OWN],
@@ -56,6 +60,9 @@ FINE = [
     ["--loss.answer=fid", "--loss.retriever=loop", "--loss.reader_temperature=2"],
     ["--knowledge_base.split=tokens", "--knowledge_base.length=8", "--knowledge_base.overlap=7"],
     ["--eval.answers=false", "--checkpoint.best_metric=eval/recall@1", HELD_OUT],
+    ["--refresh.workers=ray", "--refresh.devices=cuda", "--ray.address=10.0.0.1:6379"],
+    ["--index.holders=ray", "--ray.address=head:6379"],
+    ["--index.device=cuda"],
     ["--eval.fresh_index=true", "--eval.every_steps=5", HELD_OUT],
 ]
 

@@ -8,16 +8,25 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pixelrag.errors import IndexError_, ProvenanceError
-from pixelrag.retrieval.generation import Generation, Manifest, shard_bounds, write_tables
+from pixelrag.retrieval import index
+from pixelrag.retrieval.generation import (
+    Generation,
+    Manifest,
+    say_once,
+    shard_bounds,
+    write_tables,
+)
 from pixelrag.retrieval.generations import Generations
-from pixelrag.retrieval.hits import exact_search
+from pixelrag.retrieval.hits import exact_search, merge_top_k
 from pixelrag.retrieval.index import IndexSettings
+from pixelrag.retrieval.sharded import shards_of_rank
 from tests.unit.rag_stand_ins import DIM, make_generation, vector
 
 
@@ -51,10 +60,40 @@ def test_what_is_published_is_found(generations: Generations, shards: int) -> No
 def test_one_shard_searches_its_own_rows(generations: Generations) -> None:
     make_generation(generations.root, 1, shards=3)
     bounds = shard_bounds(50, 3)
-    one = generations.open(1, shards=[1])
+    one = generations.open(1, shards=lambda count: [1])
     hits = one.search(np.asarray(one.vectors_ND[:9]), 4)
     assert hits.rows_Qk.min() >= bounds[1]
     assert hits.rows_Qk.max() < bounds[2]
+
+
+def test_every_index_file_is_dealt_out(generations: Generations) -> None:
+    """By how many there are: a run that goes on may name another number."""
+    made = make_generation(generations.root, 1, shards=3)
+    queries = np.asarray(made.vectors_ND[:9])
+    parts = []
+    for rank in range(2):
+        deal = partial(shards_of_rank, rank=rank, world_size=2)
+        parts.append(generations.open(1, shards=deal).search(queries, 50))
+    merged = merge_top_k(parts, 50)
+    assert (merged.rows_Qk == made.search(queries, 50).rows_Qk).all()
+
+
+def test_where_a_generation_is_searched(generations: Generations, monkeypatch, caplog) -> None:
+    made = make_generation(generations.root, 1, shards=2)
+    size = made.manifest.files["index-0-of-2.faiss"]["size"] * 2
+    monkeypatch.setattr(index, "_on_gpu", lambda i, where: (i, "" if where == "cpu" else "no"))
+    say_once.cache_clear()
+    with caplog.at_level("INFO", logger="pixelrag"):
+        for room in (size, size - 1, size, size - 1):
+            generations.open(1, device="cuda:1", device_bytes=room)
+        generations.open(1, device="cpu")
+    assert [r.getMessage() for r in caplog.records] == [
+        "index: searched on the CPU (no)",
+        "index: searched on the CPU (0.00 GiB of index files are too much for the GPU beside the "
+        "training)",
+    ]
+    with pytest.raises(IndexError_, match=r"'Flat': no\. Set"):
+        generations.open(1, device="cuda:1")
 
 
 def test_ids_of_rows_that_are_not_there(generations: Generations) -> None:

@@ -305,19 +305,68 @@ def test_a_search_leaves_the_thread_limit_as_it_was(vectors):
         faiss.omp_set_num_threads(before)
 
 
-def test_a_missing_gpu_is_said_once(vectors, caplog):
-    with caplog.at_level("INFO", logger="pixelrag"):
-        index = build_index(vectors, IndexSettings("Flat"), device="cuda:99")
-    assert index.num_rows == len(vectors)
-    assert [r.getMessage() for r in caplog.records] == [
-        f"index: built on the CPU (faiss sees {_gpus()} GPUs)"
-    ]
-
-
-def _gpus() -> int:
+def test_without_a_gpu_the_cpu_does_it(vectors, tmp_path, monkeypatch):
     import faiss
 
-    return faiss.get_num_gpus() if hasattr(faiss, "StandardGpuResources") else 0
+    monkeypatch.delattr(faiss, "StandardGpuResources", raising=False)
+    settings = IndexSettings("Flat")
+    built = build_index(vectors, settings, device="cuda:1")
+    put(tmp_path / "index", built.write)
+    opened = open_index(tmp_path / "index", settings, device="cuda")
+    assert built.num_rows == opened.num_rows == len(vectors)
+    assert built.fallback == opened.fallback == "faiss sees 0 GPUs"
+    assert build_index(vectors, settings).fallback == ""
+
+
+@pytest.fixture
+def gpus(monkeypatch) -> list[tuple[str, int]]:
+    """A stand-in for the GPUs of faiss: copies that stay in memory; returns what was moved."""
+    import faiss
+
+    moves = []
+
+    class Resources:
+        def setTempMemory(self, size):
+            moves.append(("scratch", size))
+
+    def to_gpu(resources, number, index):
+        if isinstance(index, faiss.IndexHNSW):
+            raise RuntimeError("Error in virtual x at gpu/GpuCloner.cpp:1: no such index on a GPU")
+        moves.append((f"to {number}", index.ntotal))
+        return faiss.clone_index(index)
+
+    def to_cpu(index):
+        moves.append(("back", index.ntotal))
+        return index
+
+    monkeypatch.setattr(faiss, "StandardGpuResources", Resources, raising=False)
+    monkeypatch.setattr(faiss, "get_num_gpus", lambda: 2, raising=False)
+    monkeypatch.setattr(faiss, "index_cpu_to_gpu", to_gpu, raising=False)
+    monkeypatch.setattr(faiss, "index_gpu_to_cpu", to_cpu, raising=False)
+    return moves
+
+
+@pytest.mark.parametrize("factory", ["Flat", "IVF16,Flat"])
+def test_a_gpu_builds_and_searches(vectors, queries, factory, tmp_path, gpus):
+    settings = IndexSettings(factory, nprobe=3)
+    expected = build_index(vectors, settings).search(queries, 5)
+    assert gpus == []
+    built = build_index(vectors, settings, device="cuda:1")
+    assert gpus[1:] == [("to 1", 0), ("back", len(vectors))]  # trained and filled there
+    put(tmp_path / "index", built.write)
+    opened = open_index(tmp_path / "index", settings, device="cuda")
+    assert gpus[-1] == ("to 0", len(vectors))
+    assert built.fallback == opened.fallback == ""
+    for index in (built, opened):
+        assert (index.search(queries, 5).rows_Qk == expected.rows_Qk).all()
+
+
+def test_what_no_gpu_has_stays_on_the_cpu(vectors, gpus):
+    built = build_index(vectors, IndexSettings("HNSW8"), device="cuda:1")
+    assert built.fallback == "no such index on a GPU"
+    assert [move[0] for move in gpus] == ["scratch"]
+    far = build_index(vectors, IndexSettings("Flat"), device="cuda:2")
+    assert far.fallback == "faiss sees 2 GPUs"
 
 
 def test_only_one_file_names_faiss():

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
+import torch
 from pydantic import ValidationError
 
-from pixelrag.config.rag_parts import IndexConfig, RefreshConfig, refresh_conflicts
+from pixelrag.config.rag_parts import IndexConfig, RayConfig, RefreshConfig, refresh_conflicts
+from pixelrag.distributed.env import World
 from pixelrag.errors import ConfigError
 from pixelrag.retrieval.recipe import index_settings, refresh_devices, refresh_recipe
-from pixelrag.retrieval.refresh_spec import Call
+from pixelrag.retrieval.refresh_spec import Call, OnRay
+from pixelrag.train.rag_recipe import say_if_crowded, search_device, shards_for
 
 
 class FakeStore:
@@ -93,6 +99,61 @@ def test_a_gpu_that_is_not_there() -> None:
     config = RefreshConfig(devices=["cpu", "cuda:2"])
     with pytest.raises(ConfigError, match=r"names cuda:2, but this host has 2 GPUs"):
         refresh_devices(config, used_gpus=[], num_gpus=2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "threads", "devices", "ray", "says"),
+    [
+        (2, 1, ["cpu"], None, True),
+        (1, 2, ["cpu"], None, False),
+        (2, 1, ["cuda:1"], None, False),
+        (2, 1, ["cpu"], OnRay("auto", ["cpu"]), False),
+        (2, 2, ["cpu", "cpu"], None, True),
+        (1, 1, ["cpu"], None, False),
+    ],
+)
+def test_crowded_cores_are_told(ranks, threads, devices, ray, says, caplog) -> None:
+    spec = replace(recipe(), devices=devices, ray=ray)
+    with caplog.at_level("INFO", logger="pixelrag"):
+        say_if_crowded(spec, ranks, threads, cores=2)
+    assert ("share 2 cores" in caplog.text) == says
+
+
+@pytest.mark.parametrize(
+    ("wanted", "holders", "trains_on", "expected"),
+    [
+        ("auto", "ranks", "cuda:1", {"device": "cuda:1", "device_bytes": 5}),
+        ("auto", "ranks", "cpu", {"device": "cpu"}),
+        ("auto", "ray", "cuda:1", {"device": "cpu"}),
+        ("cpu", "ranks", "cuda:1", {"device": "cpu"}),
+        ("cuda", "ranks", "cuda:1", {"device": "cuda:1"}),
+    ],
+)
+def test_where_ranks_search(wanted, holders, trains_on, expected, monkeypatch) -> None:
+    gpu = SimpleNamespace(total_memory=100)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: gpu)
+    index = IndexConfig(device=wanted, holders=holders)
+    assert search_device(index, torch.device(trains_on)) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [[0, 1, 2], [0, 1, 2]]),
+        ({"num_shards": 3}, [[0, 2], [1]]),
+        ({"num_shards": 9}, [[0, 2], [1]]),
+        ({"num_shards": 3, "holders": "ray"}, [[0, 1, 2], []]),
+    ],
+)
+def test_which_index_files_ranks_open(options, expected) -> None:
+    ranks = [World(rank, 2, rank, torch.device("cpu")) for rank in range(2)]
+    assert [list(shards_for(IndexConfig(**options), rank)(3)) for rank in ranks] == expected
+
+
+@pytest.mark.parametrize("address", ["", "ray://head:1", "head", "local", "head:x", "a:b:1"])
+def test_addresses_that_are_none(address) -> None:
+    with pytest.raises(ValidationError, match="address"):
+        RayConfig(address=address)
 
 
 @pytest.mark.parametrize("devices", [[], ["gpu"], "cuda:x", ["cpu:1"], 3, ["cuda:"]])

@@ -29,7 +29,7 @@ from benchmarks import common
 from pixelrag.distributed.env import process_group
 from pixelrag.engine import Engine
 from pixelrag.gradcache import gradcache_step, split_batch
-from pixelrag.losses.infonce import info_nce
+from pixelrag.losses.contrastive import Objective, contrastive_loss, whole_batch
 from pixelrag.losses.temperature import scale_from_log
 from pixelrag.models.biencoder import BiEncoder
 
@@ -69,9 +69,8 @@ def _plain(engine: Engine, queries: Batch, documents: Batch, chunk: int) -> None
     query_BD, _ = engine("query", **queries)
     document_BD, log_scale = engine("document", **documents)
     rows = len(query_BD)
-    result = info_nce(
-        query_BD, document_BD, torch.arange(rows), scale_from_log(log_scale), num_queries=rows
-    )
+    batch = whole_batch(query_BD, document_BD, torch.arange(rows))
+    result = contrastive_loss(Objective(), batch, scale_from_log(log_scale), num_queries=rows)
     engine.backward(result.loss, last=True)
 
 

@@ -197,6 +197,36 @@ def rag_refresh(rows: Rows) -> str:
     )
 
 
+def tiled_loss(rows: Rows) -> str:
+    """Time and memory of `benchmarks.tiled_loss`."""
+    times = [
+        (
+            f"{row['loss']}, {row['way']}",
+            row["batch"],
+            row["dim"],
+            _percentiles(row["seconds"]),
+            _percentiles(row["cpu_seconds"]),
+            _percentiles(row["tiled_over_this"]["wall"]),
+            _percentiles(row["tiled_over_this"]["cpu"]),
+        )
+        for row in of_kind(rows, "time")
+    ]
+    head = ("loss", "batch", "D", "seconds", "cpu seconds", "tiled / this", "the same, cpu")
+    parts = [table(head, times)]
+    parts += [
+        f"{row['loss']}: tiled differs from plain by {row['loss_error']:.0e} in the loss and "
+        f"{row['gradient_error']:.0e} in the gradients (relative L2, the worst of them)."
+        for row in of_kind(rows, "difference")
+    ]
+    parts += [
+        f"{row['batch']:,} queries and documents at D = {row['dim']}: {row['added_mib']:,} MiB "
+        f"above the embeddings ({row['embeddings_mib']:,} MiB); the matrix alone would be "
+        f"{row['matrix_mib']:,} MiB. {row['seconds']} seconds."
+        for row in of_kind(rows, "memory")
+    ]
+    return "\n\n".join(parts)
+
+
 SECTIONS: dict[str, Callable[[Rows], str]] = {
     "gradcache_cost": gradcache_cost,
     "peers": peers,
@@ -204,6 +234,7 @@ SECTIONS: dict[str, Callable[[Rows], str]] = {
     "kd_loss": kd_loss,
     "packing": packing,
     "rag_refresh": rag_refresh,
+    "tiled_loss": tiled_loss,
 }
 
 

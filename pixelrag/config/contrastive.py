@@ -1,11 +1,13 @@
 """The contrastive job's configuration, and the rules that span its sections."""
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 from pydantic import Field
 
 from pixelrag.config.base import JobConfig
 from pixelrag.config.contrastive_data import DataConfig, data_conflicts
+from pixelrag.config.contrastive_loss import LossConfig, loss_conflicts
 from pixelrag.config.parts import (
     CheckpointConfig,
     EngineConfig,
@@ -20,13 +22,6 @@ from pixelrag.config.section import Section
 
 IN_BATCH_METRICS = ("eval/loss", "eval/accuracy")
 RETRIEVAL_METRICS = ("eval/recall@1", "eval/recall@5", "eval/recall@10", "eval/mrr", "eval/ndcg@10")
-
-
-class LossConfig(Section):
-    temperature: float = Field(0.07, gt=0)
-    """Temperature of the softmax, to begin with."""
-    learnable_temperature: bool = True
-    """Train the temperature, held between 0.01 and 1."""
 
 
 class BatchConfig(Section):
@@ -69,6 +64,7 @@ class EvalConfig(Section):
 class ContrastiveConfig(JobConfig):
     """Everything `pixelrag contrastive` can be told."""
 
+    adaptable: ClassVar[tuple[str, ...]] = ("loss.tile_size", "loss.exchange")
     output_dir: str = Field("runs/contrastive", min_length=1)
     """Folder of the run: metrics, checkpoints, exported models."""
     seed: int = Field(0, ge=0, lt=2**32)
@@ -96,13 +92,7 @@ class ContrastiveConfig(JobConfig):
                 got="lora.vision true while lora.enabled is false",
                 remedy="set lora.enabled true, or lora.vision false",
             )
-        temperature = self.loss.temperature
-        if self.loss.learnable_temperature and not 0.01 <= temperature <= 1:
-            yield Conflict(
-                ("loss.temperature", "loss.learnable_temperature"),
-                got=f"loss.temperature {temperature}, and a learnable one stays within 0.01 to 1",
-                remedy="start it within 0.01 to 1, or set loss.learnable_temperature false",
-            )
+        yield from loss_conflicts(self.loss)
         yield from resume_conflicts(self)
 
 

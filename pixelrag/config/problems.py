@@ -129,6 +129,8 @@ def describe(field: FieldInfo) -> str:
             bounds += f" above {_number(item.gt)}"
         elif isinstance(item, annotated_types.Lt):
             bounds += f"{' and' if bounds else ''} below {_number(item.lt)}"
+        elif isinstance(item, annotated_types.Le):
+            bounds += f"{' and' if bounds else ' of'} at most {_number(item.le)}"
         elif isinstance(item, annotated_types.MinLen):
             bounds += " that is not empty"
     return _type_in_words(field.annotation, bounds)

@@ -6,7 +6,7 @@ order. With one process each is the identity.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -83,6 +83,28 @@ def gather_with_grad(local_BD: torch.Tensor) -> torch.Tensor:
     if dist.get_world_size() == 1:
         return local_BD
     return _GatherSum.apply(local_BD)
+
+
+def pass_on(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Send tensors to the previous rank and return those of the next, of the same shapes.
+
+    No gradient flows. After as many calls as there are ranks everything is back where it was.
+    """
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    if world_size == 1:
+        return list(tensors)
+    arriving = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
+    transfers = [
+        dist.P2POp(operation, tensor, peer % world_size, tag=tag)
+        for operation, peer, side in (
+            (dist.isend, rank - 1, tensors),
+            (dist.irecv, rank + 1, arriving),
+        )
+        for tag, tensor in enumerate(side)
+    ]
+    for transfer in dist.batch_isend_irecv(transfers):
+        transfer.wait()
+    return arriving
 
 
 def from_main(function: Callable[[], T]) -> T:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from pixelrag.data.content import content_of
 from pixelrag.data.pairs import corpus_of
 from pixelrag.data.schema import Document, PairRow
 from pixelrag.distributed.together import together
@@ -24,9 +25,9 @@ from pixelrag.evaluate.ranking import (
     summarize,
 )
 from pixelrag.evaluate.runs import Qrels, Run
-from pixelrag.losses.infonce import info_nce
+from pixelrag.losses.contrastive import Objective, contrastive_loss, whole_batch
 from pixelrag.models.preprocess import Preprocessor
-from pixelrag.retrieval.encode import encode
+from pixelrag.retrieval.encode import Encoder, encode
 
 # In-batch figures depend on how many documents compete; a fixed group makes runs comparable.
 GROUP = 64
@@ -60,6 +61,9 @@ class PairEvaluator:
         corpus: documents to search, by id; None = every distinct document of ``rows``.
         batch_size: rows a rank encodes at once.
         retrieval: also rank the corpus.
+        objective: the loss, as it is trained; None = plain InfoNCE.
+        mask_same_content: a document equal to a query's positive is no negative of it.
+        guide: a frozen encoder that tells further false negatives, and its preprocessor.
 
     Raises:
         DataError: no rows, or a row's positive is not in the corpus.
@@ -73,6 +77,9 @@ class PairEvaluator:
         corpus: Mapping[str, Document] | None = None,
         batch_size: int = 32,
         retrieval: bool = True,
+        objective: Objective | None = None,
+        mask_same_content: bool = True,
+        guide: tuple[Encoder, Preprocessor] | None = None,
     ) -> None:
         if not rows:
             raise DataError("data.eval: no rows to evaluate on")
@@ -80,6 +87,10 @@ class PairEvaluator:
         self._preprocessor = preprocessor
         self._batch_size = batch_size
         self._retrieval = retrieval
+        self._objective = objective or Objective()
+        self._mask_same_content = mask_same_content
+        self._guide = guide
+        self._by_guide: tuple[torch.Tensor, torch.Tensor] | None = None  # it never changes
         self._documents = corpus_of(rows)
         self._names = [_name(document) for document in self._documents]
         if corpus is not None:
@@ -96,31 +107,26 @@ class PairEvaluator:
             self._documents = [*corpus.values(), *extra]
         self._index = {document.key: i for i, document in enumerate(self._documents)}
 
-    def __call__(self, engine: Engine, scale: float, *, run_depth: int = 0) -> PairEvaluation:
+    def __call__(
+        self,
+        engine: Engine,
+        scale: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        run_depth: int = 0,
+    ) -> PairEvaluation:
         """Evaluate the engine's module; a collective.
 
         Args:
             engine: holds a ``BiEncoder``.
-            scale: 1 / temperature, for the loss.
+            scale: [1], 1 / temperature, for the loss.
+            bias: [1], of siglip.
             run_depth: documents to name of each query's ranking; needs ``retrieval``.
         """
-        query_QD = encode(
-            engine,
-            "query",
-            [row.query for row in self._rows],
-            self._preprocessor.queries,
-            batch_size=self._batch_size,
-            length=len,
-        )
-        document_ND = encode(
-            engine,
-            "document",
-            self._documents,
-            self._preprocessor.documents,
-            batch_size=self._batch_size,
-            length=document_length,
-        )
-        figures = self._in_batch(query_QD, document_ND, scale)
+        if self._guide is not None and self._by_guide is None:
+            self._by_guide = self._encode(*self._guide)
+        query_QD, document_ND = self._encode(engine, self._preprocessor)
+        figures = self._in_batch(query_QD, document_ND, scale, bias)
         found = PairEvaluation(figures, {}, [row.sample_id for row in self._rows])
         if self._retrieval:
             corpus_CD = document_ND[: len(self._names)]
@@ -134,6 +140,19 @@ class PairEvaluator:
                 self._name_documents(found, *best_documents(query_QD, corpus_CD, run_depth))
         return found
 
+    def _encode(
+        self, engine: Encoder, preprocessor: Preprocessor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All queries and all documents; a collective."""
+        queries, size = [row.query for row in self._rows], self._batch_size
+        return (
+            encode(engine, "query", queries, preprocessor.queries, batch_size=size, length=len),
+            encode(
+                engine, "document", self._documents, preprocessor.documents,
+                batch_size=size, length=document_length,
+            ),
+        )  # fmt: skip
+
     def _name_documents(
         self, found: PairEvaluation, rows_Qk: np.ndarray, scores_Qk: np.ndarray
     ) -> None:
@@ -143,20 +162,32 @@ class PairEvaluator:
             found.qrels[row.sample_id] = {self._names[self._index[d.key]] for d in row.positives}
 
     def _in_batch(
-        self, query_QD: torch.Tensor, document_ND: torch.Tensor, scale: float
+        self,
+        query_QD: torch.Tensor,
+        document_ND: torch.Tensor,
+        scale: torch.Tensor,
+        bias: torch.Tensor | None,
     ) -> dict[str, float]:
-        """Mean InfoNCE and accuracy over groups of ``GROUP`` rows with their own documents."""
+        """Mean loss and accuracy over groups of ``GROUP`` rows, each a batch as in training."""
         loss = correct = 0.0
         for start in range(0, len(self._rows), GROUP):
             rows = self._rows[start : start + GROUP]
-            keys = [document.key for document in corpus_of(rows)]
-            local = {key: i for i, key in enumerate(keys)}
-            part = info_nce(
+            documents = [document for row in rows for document in row.documents]
+            places = [self._index[document.key] for document in documents]
+            content_N = guide = None
+            if self._mask_same_content:
+                content_N = torch.tensor([content_of(document) for document in documents])
+            if self._by_guide is not None:
+                guide = self._by_guide[0][start : start + GROUP], self._by_guide[1][places]
+            batch = whole_batch(
                 query_QD[start : start + GROUP],
-                document_ND[[self._index[key] for key in keys]],
-                torch.tensor([local[row.positive.key] for row in rows]),
-                torch.tensor([scale]),
-                num_queries=len(self._rows),
+                document_ND[places],
+                _positives(rows),
+                content_N,
+                guide,
+            )
+            part = contrastive_loss(
+                self._objective, batch, scale, bias, num_queries=len(self._rows)
             )
             loss += float(part.loss)
             correct += float(part.num_correct)
@@ -166,6 +197,15 @@ class PairEvaluator:
 def _name(document: Document) -> str:
     """What a document without an id is called in TREC files: its path, or a hash of its text."""
     return document.key if document.image is None else str(document.image)
+
+
+def _positives(rows: Sequence[PairRow]) -> torch.Tensor:
+    """Where each row's positives stand among the documents of all rows: [B, K], filled with -1."""
+    counts_B = torch.tensor([len(row.documents) for row in rows])
+    found_B = torch.tensor([len(row.positives) for row in rows])
+    place_K = torch.arange(int(found_B.max()))
+    places_BK = (counts_B.cumsum(0) - counts_B)[:, None] + place_K
+    return places_BK.where(place_K < found_B[:, None], -1)
 
 
 def document_length(document: Document) -> int:

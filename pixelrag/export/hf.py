@@ -40,6 +40,7 @@ def export_embedder(
     folder: str | Path,
     *,
     temperature: float,
+    bias: float | None = None,
     dtype: torch.dtype = torch.float32,
     max_shard_size: str = MAX_SHARD_SIZE,
     card: str | None = None,
@@ -56,6 +57,7 @@ def export_embedder(
             adapters' suffice.
         folder: where to.
         temperature: the trained temperature, for `pixelrag.json`.
+        bias: the trained bias of a sigmoid loss, for the same file; None = there is none.
         dtype: of the written weights.
         max_shard_size: weights of a whole model beyond this are several files and an index; as
             much is held in memory a second time while it is written.
@@ -79,6 +81,7 @@ def export_embedder(
         preprocessor.save(part)
         write_modules(part, embedder, preprocessor)
         settings = _settings(embedder, preprocessor, temperature)
+        settings |= {} if bias is None else {"bias": bias}
         text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
         (part / SETTINGS_FILE).write_text(text, encoding="utf-8")
         if card is not None:

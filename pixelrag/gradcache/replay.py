@@ -41,11 +41,11 @@ class Pass:
 
 
 def forward_without_graph(engine: Engine, sides: Sequence[Side]) -> tuple[list[Pass], torch.Tensor]:
-    """Run every chunk of every side; also return the log scale, detached.
+    """Run every chunk of every side; also return the log scale (and bias), detached.
 
     Args:
         engine: its module answers ``engine(role, touch_vision=..., **chunk)`` with
-            ``(output, log_scale_1)``, the output's rows being the chunk's.
+            ``(output, log_scale)``, the output's rows being the chunk's.
         sides: as all ranks agreed, see `schedule`.
     """
     passes: list[Pass] = []
@@ -97,7 +97,7 @@ def replay(
     Args:
         engine: as in the first pass.
         passes: with the gradients handed back; what they keep is let go on the way.
-        scale_gradient: [1], of the loss by the log scale.
+        scale_gradient: [1] or [2], of the loss by the log scale (and bias).
         last: whether the engine shall reduce in the last backward.
     """
     for position, kept in enumerate(passes):

@@ -15,19 +15,35 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from pixelrag.distributed.collectives import sum_over_ranks
+from pixelrag.distributed.collectives import agree_max, sum_over_ranks
 from pixelrag.engine.base import Engine
-from pixelrag.gradcache.replay import collect, forward_without_graph, hand_back, replay
+from pixelrag.gradcache.columns import Exchange, columns_of
+from pixelrag.gradcache.replay import Pass, collect, forward_without_graph, hand_back, replay
 from pixelrag.gradcache.schedule import Chunk, Side, agree_on_schedule, rows_of
-from pixelrag.losses.infonce import InfoNCE, info_nce
-from pixelrag.losses.temperature import scale_from_log
+from pixelrag.losses.contrastive import EmbeddedBatch, Objective, contrastive_loss
+from pixelrag.losses.temperature import scale_and_bias
 
-Objective = Callable[..., InfoNCE]
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """What is known of one rank's documents.
+
+    Attributes:
+        positive_BK: [B, K] int64, for each query the rows of its positives among this
+            rank's documents, filled with -1.
+        content_M: [M] int64 of 0 or more, equal where documents have equal content, on any rank:
+            such a document is no negative of a query whose positive it equals. None: all differ.
+        guide: embeddings of queries [B, G] and documents [M, G] by a frozen second encoder, or
+            None; see `losses.tiles`.
+    """
+
+    positive_BK: torch.Tensor
+    content_M: torch.Tensor | None = None
+    guide: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +55,7 @@ class StepResult:
     num_queries: int
     num_tokens: int
     scale: float
+    bias: float | None = None  # of siglip
     # Rows of this rank whose embeddings hold NaN or infinity; looked for when the loss does.
     bad_queries: tuple[int, ...] = ()
     bad_documents: tuple[int, ...] = ()
@@ -53,26 +70,29 @@ def gradcache_step(
     engine: Engine,
     query_chunks: list[Chunk],
     document_chunks: list[Chunk],
-    positive_B: torch.Tensor,
+    pairs: Pairs | torch.Tensor,
     *,
     num_real_queries: int | None = None,
     weight: float = 1.0,
     last: bool = True,
-    objective: Objective = info_nce,
+    objective: Objective | None = None,
+    exchange: Exchange = "all_gather",
 ) -> StepResult:
     """Accumulate the exact gradient of one global batch.
 
     Args:
         engine: its module answers ``engine(role, touch_vision=..., **chunk)`` with
-            ``(embedding_BD, log_scale_1)`` for the roles ``query`` and ``document``.
+            ``(embedding_BD, log_scale)`` for the roles ``query`` and ``document``; see
+            `losses.temperature` for the latter.
         query_chunks: this rank's query inputs in chunks, on any device.
         document_chunks: this rank's positives and hard negatives in chunks, in any order.
-        positive_B: [B] int64, for each query the row of its positive among this rank's documents.
+        pairs: what this rank's documents are; or, where each query has one positive, its row [B].
         num_real_queries: rows that count; 0 on a rank that brings only a filler row. All ranks
             must be told alike whether a rank fills. None: all rows count.
         weight: factor on the loss, 1 / accumulation steps.
         last: whether this is the last batch before ``engine.step``.
-        objective: the loss; see ``losses.infonce.info_nce`` for its arguments.
+        objective: the loss; None = plain InfoNCE.
+        exchange: how ranks see each other's documents; see `gradcache.columns`.
 
     Returns:
         The global loss (unweighted), in-batch accuracy, number of queries and similarity scale.
@@ -89,41 +109,46 @@ def gradcache_step(
         touches_every_chunk=engine.touches_every_chunk,
     )
     passes, log_scale = forward_without_graph(engine, [queries, documents])
+    if isinstance(pairs, torch.Tensor):
+        pairs = Pairs(pairs[:, None])
     result, scale_gradient = _loss_on_embeddings(
-        engine, passes, queries, documents, positive_B, log_scale, weight, objective
-    )
+        engine, passes, queries, documents, pairs, log_scale, weight,
+        objective or Objective(), exchange,
+    )  # fmt: skip
     if result.is_finite:
         replay(engine, passes, scale_gradient, last=last)
     return result
 
 
 def _loss_on_embeddings(
-    engine, passes, queries, documents, positive_B, log_scale, weight, objective
+    engine: Engine,
+    passes: list[Pass],
+    queries: Side,
+    documents: Side,
+    pairs: Pairs,
+    log_scale: torch.Tensor,
+    weight: float,
+    objective: Objective,
+    exchange: Exchange,
 ) -> tuple[StepResult, torch.Tensor]:
     query_BD = collect(passes, queries)
     document_MD = collect(passes, documents)
     log_scale.requires_grad_()
-    real_queries = queries.num_rows[engine.rank]
-    width = documents.max_rows
-    padded = torch.nn.functional.pad(document_MD, (0, 0, 0, width - len(document_MD)))
-    gathered_ND = engine.gather(padded[:width])
-    is_document_N = _real_rows(documents, engine.device)
+    scale, bias = scale_and_bias(log_scale)
     num_queries = sum(queries.num_rows)
-    partial = objective(
-        query_BD[:real_queries],
-        gathered_ND,
-        positive_B[:real_queries].to(engine.device) + engine.rank * width,
-        scale_from_log(log_scale),
-        num_queries=num_queries,
-        is_document_N=None if is_document_N.all() else is_document_N,
-    )
+    batch = _everyone(
+        engine, queries, documents, query_BD, document_MD, pairs,
+        bidirectional=objective.bidirectional, exchange=exchange,
+    )  # fmt: skip
+    partial = contrastive_loss(objective, batch, scale, bias, num_queries=num_queries)
     sums = sum_over_ranks(torch.stack([partial.loss, partial.num_correct]).double()).tolist()
     result = StepResult(
         loss=sums[0],
         accuracy=sums[1] / num_queries,
         num_queries=num_queries,
         num_tokens=queries.num_tokens + documents.num_tokens,
-        scale=float(scale_from_log(log_scale.detach())),
+        scale=float(scale.detach()),
+        bias=None if bias is None else float(bias.detach()),
     )
     if not result.is_finite:
         bad = [_bad_rows(side_MD) for side_MD in (query_BD, document_MD)]
@@ -140,7 +165,36 @@ def _bad_rows(rows_MD: torch.Tensor) -> tuple[int, ...]:
     return tuple((~torch.isfinite(rows_MD).all(dim=1)).nonzero().flatten().tolist())
 
 
-def _real_rows(documents: Side, device: torch.device) -> torch.Tensor:
-    columns = torch.arange(documents.max_rows, device=device)
-    sizes = torch.tensor(documents.num_rows, device=device)
-    return (columns[None, :] < sizes[:, None]).reshape(-1)
+def _everyone(
+    engine: Engine,
+    queries: Side,
+    documents: Side,
+    query_BD: torch.Tensor,
+    document_MD: torch.Tensor,
+    pairs: Pairs,
+    *,
+    bidirectional: bool,
+    exchange: Exchange,
+) -> EmbeddedBatch:
+    """Lay this rank's part of the global batch beside the others'; a collective."""
+    own_queries, own_documents = queries.num_rows[engine.rank], documents.num_rows[engine.rank]
+    positive_BK = pairs.positive_BK[:own_queries].to(engine.device)
+    guide_query, guide_document = pairs.guide or (None, None)
+    ids_M1 = None
+    if pairs.content_M is not None:
+        ids_M1 = pairs.content_M.to(engine.device)[:own_documents, None]
+    everyone, start = columns_of(engine, documents, document_MD, ids_M1, guide_document, exchange)
+    positive_BK = positive_BK.where(positive_BK < 0, positive_BK + start)
+    asking = None
+    if bidirectional:
+        (width,) = agree_max([positive_BK.shape[1]])
+        ids_BK = everyone.ids_of(positive_BK)
+        ids_BK = torch.nn.functional.pad(ids_BK, (0, width - ids_BK.shape[1]), value=-2)
+        asking, _ = columns_of(engine, queries, query_BD, ids_BK, guide_query, exchange)
+    return EmbeddedBatch(
+        query_BD[:own_queries],
+        positive_BK,
+        everyone,
+        asking,
+        None if guide_query is None else guide_query[:own_queries],
+    )

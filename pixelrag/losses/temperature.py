@@ -43,23 +43,39 @@ def scale_from_log(log_scale: torch.Tensor) -> torch.Tensor:
     return _HeldInRange.apply(log_scale).exp()
 
 
+def scale_and_bias(raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Take apart what a `LogitScale` returns: the scale [1], held in its range, and the bias [1].
+
+    Args:
+        raw: [1], the log scale; or [2], and the bias of a sigmoid loss.
+    """
+    return scale_from_log(raw[:1]), raw[1:] if len(raw) > 1 else None
+
+
 class LogitScale(nn.Module):
     """The parameter, of shape [1] because sharding engines refuse 0-dimensional ones.
 
     Args:
         temperature: initial temperature; must lie in [0.01, 1].
         learnable: False keeps it fixed.
+        bias: initial bias of a sigmoid loss, always trained (Zhai et al. 2023, section 3.2, which
+            begins with temperature 0.1 and bias -10); None = no bias.
     """
 
     full_precision = True  # FSDP2 must not round it to bf16
 
-    def __init__(self, temperature: float = 0.07, *, learnable: bool = True) -> None:
+    def __init__(
+        self, temperature: float = 0.07, *, learnable: bool = True, bias: float | None = None
+    ) -> None:
         super().__init__()
         if not 0.01 <= temperature <= 1.0:
             raise ValueError(f"loss.temperature: got {temperature}, expected 0.01 to 1")
         value = torch.tensor([math.log(1.0 / temperature)])
         self.log_scale = nn.Parameter(value, requires_grad=learnable)
+        self.bias = None if bias is None else nn.Parameter(torch.tensor([bias]))
 
     def forward(self) -> torch.Tensor:
-        """Return the raw logarithm, [1], as a tensor that is part of the graph."""
-        return self.log_scale * 1.0
+        """Return the raw logarithm [1], or it and the bias [2], as part of the graph."""
+        if self.bias is None:
+            return self.log_scale * 1.0
+        return torch.cat([self.log_scale, self.bias])

@@ -15,19 +15,25 @@ class BiEncoder(nn.Module):
         encoder: ``encoder(touch_vision=bool, **inputs) -> [B, D]``, normalised.
         temperature: initial temperature.
         learnable_temperature: whether the logit scale is trained.
+        bias: initial bias of a sigmoid loss, trained; None = no bias.
     """
 
     def __init__(
-        self, encoder: nn.Module, *, temperature: float = 0.07, learnable_temperature: bool = True
+        self,
+        encoder: nn.Module,
+        *,
+        temperature: float = 0.07,
+        learnable_temperature: bool = True,
+        bias: float | None = None,
     ) -> None:
         super().__init__()
         self.encoder = encoder
-        self.logit_scale = LogitScale(temperature, learnable=learnable_temperature)
+        self.logit_scale = LogitScale(temperature, learnable=learnable_temperature, bias=bias)
 
     def forward(
         self, role: str, *, touch_vision: bool = False, **inputs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``(embedding_BD, log_scale_1)``.
+        """Return ``(embedding_BD, log_scale)``, the latter as `LogitScale` does.
 
         The scale is part of every output because sharded parameters may only be used inside a
         forward pass. One encoder serves both roles; ``role`` names the pass for the engine.

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 
 from pixelrag.distributed.collectives import exchange
 from pixelrag.distributed.together import together
-from pixelrag.engine.base import Engine
 
 Inputs = dict[str, torch.Tensor]
 
 
+class Encoder(Protocol):
+    """What `encode` calls: an `Engine`, or a frozen model that is whole on every rank."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    def __call__(self, role: str, **batch: Any) -> Any: ...
+
+    def inference(self) -> AbstractContextManager: ...
+
+    def gather(self, local_BD: torch.Tensor) -> torch.Tensor: ...
+
+
 def encode(
-    engine: Engine,
+    engine: Encoder,
     role: str,
     items: Sequence[Any],
     prepare: Callable[[list[Any]], Inputs],
@@ -30,7 +44,7 @@ def encode(
     ranks have images, because sharded parameters make a forward a collective.
 
     Args:
-        engine: its module answers ``engine(role, touch_vision=..., **inputs)`` with
+        engine: answers ``engine(role, touch_vision=..., **inputs)`` with
             ``(embedding_BD, ...)``.
         role: ``query`` or ``document``.
         items: what to encode, at least one.
@@ -69,7 +83,7 @@ def encode(
     return ordered
 
 
-def _gather_uneven(engine: Engine, own_MD: torch.Tensor) -> torch.Tensor:
+def _gather_uneven(engine: Encoder, own_MD: torch.Tensor) -> torch.Tensor:
     sizes = [row[0] for row in exchange([len(own_MD)])]
     most = max(sizes)
     padded = torch.nn.functional.pad(own_MD, (0, 0, 0, most - len(own_MD)))

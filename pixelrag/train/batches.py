@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from pixelrag.data.content import content_of
 from pixelrag.data.pairs import PairDataset
 from pixelrag.data.sampler import GlobalBatchSampler
 from pixelrag.data.schema import Document
@@ -26,6 +27,8 @@ class PairBatch:
         documents: inputs of [M] documents, positives and hard negatives in any order.
         positive_BK: [B, K] int64, the documents that answer each query, padded with -1; K is 1
             where no row of the batch has several.
+        content_M: [M] int64, equal for documents of equal content.
+        for_guide: inputs of a guide, of the same queries and documents; None where there is none.
         num_real_queries: B, or 0 where the one row only fills the rank's place.
         query_ids: sample id of each query.
         document_ids: sample id of the row that each document belongs to.
@@ -34,9 +37,11 @@ class PairBatch:
     queries: dict[str, torch.Tensor]
     documents: dict[str, torch.Tensor]
     positive_BK: torch.Tensor
+    content_M: torch.Tensor
     num_real_queries: int
     query_ids: list[str]
     document_ids: list[str]
+    for_guide: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] | None = None
 
 
 class PairCollator(Dataset):
@@ -46,9 +51,15 @@ class PairCollator(Dataset):
     loss does not depend on their order.
     """
 
-    def __init__(self, dataset: PairDataset, preprocessor: Preprocessor) -> None:
+    def __init__(
+        self,
+        dataset: PairDataset,
+        preprocessor: Preprocessor,
+        guide: Preprocessor | None = None,
+    ) -> None:
         self._dataset = dataset
         self._preprocessor = preprocessor
+        self._guide = guide
 
     def __getitem__(self, indices: list[int]) -> PairBatch:
         # An empty share still needs inputs: sharded forwards are collectives.
@@ -65,13 +76,19 @@ class PairCollator(Dataset):
                 positives[position].append(index)
         most = max(map(len, positives))
         padded = [found + [-1] * (most - len(found)) for found in positives]
+
+        def prepared(by: Preprocessor) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+            return by.queries([r.query for r in rows]), by.documents([e[0] for e in documents])
+
+        queries_and_documents = prepared(self._preprocessor)
         return PairBatch(
-            queries=self._preprocessor.queries([row.query for row in rows]),
-            documents=self._preprocessor.documents([entry[0] for entry in documents]),
+            *queries_and_documents,
             positive_BK=torch.tensor(padded),
+            content_M=torch.tensor([content_of(entry[0]) for entry in documents]),
             num_real_queries=len(indices),
             query_ids=[row.sample_id for row in rows],
             document_ids=[entry[1] for entry in documents],
+            for_guide=None if self._guide is None else prepared(self._guide),
         )
 
 
@@ -82,6 +99,7 @@ def load_batches(
     *,
     num_workers: int = 0,
     prefetch_factor: int = 2,
+    guide: Preprocessor | None = None,
 ) -> Iterator[PairBatch]:
     """Endless batches in the sampler's order.
 
@@ -92,8 +110,9 @@ def load_batches(
         num_workers: processes that prepare batches ahead, at most one a core; 0 = none beside this
             one.
         prefetch_factor: batches that each of them prepares ahead.
+        guide: makes the inputs of a guide; None = there is none.
     """
-    collator = PairCollator(dataset, preprocessor)
+    collator = PairCollator(dataset, preprocessor, guide)
     num_workers = bounded_workers(num_workers)
     if num_workers == 0:
         return (collator[indices] for indices in sampler)

@@ -10,20 +10,24 @@ from typing import Any
 import torch
 
 from pixelrag.config.contrastive import ContrastiveConfig
+from pixelrag.config.contrastive_loss import LossConfig
 from pixelrag.data.pairs import PairDataset
 from pixelrag.data.sampler import GlobalBatchSampler
 from pixelrag.data.text_schedule import TextOrder
 from pixelrag.distributed.collectives import from_main
 from pixelrag.distributed.env import World
 from pixelrag.distributed.together import together
-from pixelrag.errors import CheckpointError
+from pixelrag.errors import CheckpointError, ConfigError
 from pixelrag.evaluate.pairs import PairEvaluator
 from pixelrag.export.hf import export_embedder
 from pixelrag.gradcache import gradcache_step, split_batch
-from pixelrag.losses.temperature import scale_from_log
+from pixelrag.gradcache.step import Pairs
+from pixelrag.losses.contrastive import Objective
+from pixelrag.losses.temperature import scale_and_bias, scale_from_log
 from pixelrag.models import Preprocessor, load_embedder
 from pixelrag.models.biencoder import BiEncoder
 from pixelrag.train.batches import PairBatch, load_batches
+from pixelrag.train.guide import Guide, open_guide
 from pixelrag.train.inputs import HeldOut, open_held_out, require_text
 from pixelrag.train.job import (
     checkpoint_of,
@@ -115,7 +119,11 @@ class ContrastiveTask:
         if not self._preprocessor.has_vision:
             with together():
                 require_text(dataset)
-        self._evaluator = evaluator_of(config, held_out, self._preprocessor)
+        self._guide = open_guide(config, world)
+        if self._guide is not None:
+            with together():
+                self._guide.require_readable(dataset)
+        self._evaluator = evaluator_of(config, held_out, self._preprocessor, self._guide)
         load_start(checkpoint, config, self._container)
         self.engine = engine_for(config, world, self._container, self._embedder.blocks())
         if checkpoint is not None:
@@ -128,8 +136,10 @@ class ContrastiveTask:
             self._preprocessor,
             num_workers=config.data.num_workers,
             prefetch_factor=config.data.prefetch_factor,
+            guide=self._guide and self._guide.preprocessor,
         )
-        self._scale = 1.0 / config.loss.temperature
+        self._objective = objective_of(config.loss)
+        self._calibration = {"train/temperature": config.loss.initial_temperature}
 
     def next_batch(self) -> PairBatch:
         batch = next(self._batches)
@@ -140,17 +150,25 @@ class ContrastiveTask:
         return batch.query_ids
 
     def accumulate(self, batch: PairBatch, *, weight: float, last: bool) -> StepReport:
-        chunk_size = self._config.batch.chunk_size
+        chunk_size, loss = self._config.batch.chunk_size, self._config.loss
         result = gradcache_step(
             self.engine,
             split_batch(batch.queries, chunk_size),
             split_batch(batch.documents, chunk_size),
-            batch.positive_BK[:, 0],
+            Pairs(
+                batch.positive_BK,
+                batch.content_M if loss.mask_same_content else None,
+                self._guide and tuple(map(self._guide.embed, batch.for_guide)),
+            ),
             num_real_queries=batch.num_real_queries,
             weight=weight,
             last=last,
+            objective=self._objective,
+            exchange=loss.exchange,
         )
-        self._scale = result.scale
+        self._calibration = {"train/temperature": 1.0 / result.scale}
+        if result.bias is not None:
+            self._calibration["train/bias"] = result.bias
         figures = {"train/accuracy": result.accuracy}
         if isinstance(self._sampler.order, TextOrder):
             figures["train/text_share"] = self._sampler.order.text_share(self._consumed - 1)
@@ -165,20 +183,20 @@ class ContrastiveTask:
         )
 
     def step_figures(self) -> dict[str, float]:
-        return {"train/temperature": 1.0 / self._scale}
+        return self._calibration
 
     def evaluate(self) -> dict[str, float]:
         if self._evaluator is None:
             return {}
-        return self._evaluator(self.engine, self._current_scale()).figures
+        return self._evaluator(self.engine, *self._scale_and_bias()).figures
 
-    def _current_scale(self) -> float:
-        """After the step; the parameter may be sharded, and only a forward pass shows it whole."""
+    def _scale_and_bias(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """After the step; parameters may be sharded, and only a forward pass shows them whole."""
         inputs = self._preprocessor.queries(["scale"])
         inputs = {key: value.to(self.engine.device) for key, value in inputs.items()}
         with self.engine.inference():
             _, log_scale = self.engine("query", **inputs)
-        return float(scale_from_log(log_scale))
+        return scale_and_bias(log_scale.cpu())
 
     def position(self) -> dict[str, Any]:
         return {"sampler": self._sampler.state_dict(self._consumed), "data": self._data}
@@ -192,18 +210,31 @@ class ContrastiveTask:
         }
 
         def write() -> None:
-            scale = scale_from_log(full["logit_scale.log_scale"]) if self._learns else None
-            temperature = self._config.loss.temperature if scale is None else 1.0 / float(scale)
+            loss = self._config.loss
+            temperature, bias = loss.initial_temperature, full.get("logit_scale.bias")
+            if loss.learnable_temperature:
+                temperature = 1.0 / float(scale_from_log(full["logit_scale.log_scale"]))
             with worded_disk_errors(folder):
                 export_embedder(
-                    self._embedder, self._preprocessor, encoder, folder, temperature=temperature
-                )
+                    self._embedder, self._preprocessor, encoder, folder,
+                    temperature=temperature, bias=None if bias is None else float(bias),
+                )  # fmt: skip
 
         from_main(write)
 
-    @property
-    def _learns(self) -> bool:
-        return self._config.loss.learnable_temperature
+
+def objective_of(loss: LossConfig) -> Objective:
+    """What the configuration asks to minimise."""
+    weights = loss.matryoshka_weights or [1.0] * len(loss.matryoshka_dims)
+    return Objective(
+        name=loss.name,
+        hardness_alpha=loss.hardness_alpha,
+        label_smoothing=loss.label_smoothing,
+        bidirectional=loss.bidirectional,
+        matryoshka=tuple(zip(loss.matryoshka_dims, weights, strict=True)),
+        mask_margin=loss.mask_margin,
+        tile_size=None if loss.tile_size == "auto" else loss.tile_size,
+    )
 
 
 def build_biencoder(config: ContrastiveConfig) -> tuple[BiEncoder, Preprocessor]:
@@ -215,10 +246,17 @@ def build_biencoder(config: ContrastiveConfig) -> tuple[BiEncoder, Preprocessor]
         embedder, preprocessor = load_embedder(
             config.model, config.lora, dtype=dtype, half_precision=bf16, seed=config.seed
         )
+    longest = max(config.loss.matryoshka_dims, default=0)
+    if longest > embedder.embedding_dim:
+        raise ConfigError(
+            f"loss.matryoshka_dims: got {longest}, and the embeddings of "
+            f"{config.model.name_or_path} have {embedder.embedding_dim} dimensions"
+        )
     container = BiEncoder(
         embedder,
-        temperature=config.loss.temperature,
+        temperature=config.loss.initial_temperature,
         learnable_temperature=config.loss.learnable_temperature,
+        bias=config.loss.initial_bias,
     )
     return container, preprocessor
 
@@ -227,24 +265,34 @@ def build_evaluator(
     config: ContrastiveConfig, world: World, preprocessor: Preprocessor
 ) -> PairEvaluator | None:
     """Open the held-out rows; None where the configuration names none. A collective."""
-    return evaluator_of(config, open_held_out(config), preprocessor)
+    held_out = open_held_out(config)
+    guide = None if held_out is None else open_guide(config, world)
+    return evaluator_of(config, held_out, preprocessor, guide)
 
 
 def evaluator_of(
-    config: ContrastiveConfig, held_out: HeldOut | None, preprocessor: Preprocessor
+    config: ContrastiveConfig,
+    held_out: HeldOut | None,
+    preprocessor: Preprocessor,
+    guide: Guide | None,
 ) -> PairEvaluator | None:
-    """Join held-out rows and a model's preprocessor; a collective."""
+    """Join held-out rows, a model's preprocessor and a guide; a collective."""
     if held_out is None:
         return None
     with together():
         if not preprocessor.has_vision:
             require_text(held_out.rows)
+        if guide is not None:
+            guide.require_readable(held_out.rows)
         return PairEvaluator(
             held_out.rows,
             preprocessor,
             corpus=held_out.corpus,
             batch_size=config.eval.batch_size,
             retrieval=config.eval.retrieval,
+            objective=objective_of(config.loss),
+            mask_same_content=config.loss.mask_same_content,
+            guide=None if guide is None else (guide, guide.preprocessor),
         )
 
 

@@ -27,6 +27,7 @@ from pixelrag.evaluate.bootstrap import bootstrap_interval
 from pixelrag.evaluate.compare import Measured, as_json, compare, read_measured, table
 from pixelrag.evaluate.pairs import PairEvaluation
 from pixelrag.evaluate.runs import qrels_text, run_text
+from pixelrag.losses.temperature import scale_and_bias
 from pixelrag.retrieval.durable import put_text
 from pixelrag.train import distill, rag
 from pixelrag.train.contrastive import build_biencoder, build_evaluator
@@ -157,8 +158,9 @@ def evaluate(config: ContrastiveConfig, world: World, *, run_depth: int = 0) -> 
     """Load the model and evaluate it; a collective. See `PairEvaluator` for ``run_depth``."""
     container, preprocessor = build_biencoder(config)
     evaluator = build_evaluator(config, world, preprocessor)
+    scale, bias = scale_and_bias(container.logit_scale().detach())
     engine = engine_for(config, world, container, container.encoder.blocks())
-    return evaluator(engine, 1.0 / config.loss.temperature, run_depth=run_depth)
+    return evaluator(engine, scale, bias, run_depth=run_depth)
 
 
 def _lines(figures: Mapping[str, float], per_query: Mapping[str, np.ndarray]) -> list[str]:

@@ -29,7 +29,7 @@ from pixelrag.export.folder import MAX_SHARD_SIZE
 from pixelrag.export.hf import export_embedder
 from pixelrag.export.model_card import RunFacts, model_card
 from pixelrag.export.rag import export_rag
-from pixelrag.losses.temperature import scale_from_log
+from pixelrag.losses.temperature import scale_and_bias, scale_from_log
 from pixelrag.models import Embedder, Preprocessor, load_embedder
 from pixelrag.models.causal_load import load_student, load_tokenizer, student_source
 from pixelrag.models.source import ADAPTER_FILE, SETTINGS_FILE, resolve_source, saved_settings
@@ -53,6 +53,7 @@ class Trained:
     embedder: Embedder
     preprocessor: Preprocessor
     temperature: float
+    bias: float | None  # of siglip
     base: str
 
 
@@ -161,6 +162,7 @@ def _export_retriever(
         embedder.state_dict(),
         output,
         temperature=trained.temperature,
+        bias=trained.bias,
         dtype=dtype,
         max_shard_size=max_shard_size,
         card=card,
@@ -175,8 +177,11 @@ def _of_checkpoint(checkpoint: Path, config: ContrastiveConfig) -> Trained:
         config.model_copy(update={"engine": engine, "model": model})
     )
     load_parameters(checkpoint, container)
-    temperature = 1.0 / float(scale_from_log(container.logit_scale().detach()))
-    return Trained(container.encoder, preprocessor, temperature, _base_of(config.model))
+    scale, bias = scale_and_bias(container.logit_scale().detach())
+    bias = None if bias is None else float(bias)
+    return Trained(
+        container.encoder, preprocessor, 1.0 / float(scale), bias, _base_of(config.model)
+    )
 
 
 def _of_export(folder: Path) -> Trained:
@@ -196,7 +201,7 @@ def _of_export(folder: Path) -> Trained:
     model = ModelConfig(name_or_path=str(folder), **given)
     embedder, preprocessor = load_embedder(model, lora)
     base = adapter["base_model_name_or_path"] if adapter else run_of(folder).base or str(folder)
-    return Trained(embedder, preprocessor, settings["temperature"], base)
+    return Trained(embedder, preprocessor, settings["temperature"], settings.get("bias"), base)
 
 
 def _base_of(model: ModelConfig) -> str:

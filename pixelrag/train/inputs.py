@@ -41,14 +41,7 @@ def open_dataset(config: ContrastiveConfig, files: list[Path]) -> PairDataset:
 
     report = DataReport.from_json(from_main(check))
     with together():
-        dataset = PairDataset(files, config.data.bad_rows, report=report, **options)
-        for row in dataset:
-            if len(row.positives) > 1:
-                raise DataError(
-                    f"{row.sample_id}: has several positives, and the loss knows one; remove "
-                    "pos_passages and pos_chunk_paths"
-                )
-        return dataset
+        return PairDataset(files, config.data.bad_rows, report=report, **options)
 
 
 def open_held_out(config: ContrastiveConfig) -> HeldOut | None:
@@ -65,7 +58,7 @@ def open_held_out(config: ContrastiveConfig) -> HeldOut | None:
     return HeldOut(rows, from_main(lambda: load_corpus(path)) if path else None)
 
 
-def require_text(rows: Iterable[PairRow]) -> None:
+def require_text(rows: Iterable[PairRow], option: str = "model.name_or_path") -> None:
     """Refuse rows with images, before a text model meets the first of them hours later.
 
     Raises:
@@ -77,5 +70,5 @@ def require_text(rows: Iterable[PairRow]) -> None:
                 raise DataError(
                     f"{row.sample_id}: document {document.image} is an image, but the model reads "
                     "text only; name a vision model such as Qwen/Qwen3-VL-Embedding-2B in "
-                    "model.name_or_path"
+                    f"{option}"
                 )

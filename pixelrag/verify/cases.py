@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 ENGINES = ("ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2")
 FLOAT64_ENGINES = ("ddp", "fsdp2")  # DeepSpeed keeps its masters in fp32
 MODALITIES = ("text", "images", "images on one rank")
 WHOLE = 1_000_000  # a chunk that holds any batch
+
+# Every option of the loss at once, and what a batch has for them; beside plain InfoNCE.
+OPTIONS: dict[str, Any] = {
+    "hardness_alpha": 2.0,
+    "label_smoothing": 0.1,
+    "bidirectional": True,
+    "matryoshka": ((8, 0.5),),
+    "mask_margin": 0.1,
+    "tile_size": 3,
+}
 
 # fp32: the reference is float64, so this is the rounding of the whole fp32 computation.
 BARS = {"fp32": 1e-5, "fp64": 1e-10}
@@ -26,6 +37,7 @@ class Case:
     chunk_size: int
     negatives: str  # "0", "2" or "ragged"
     modality: str
+    loss: str = "plain"  # or "options": `OPTIONS`, several positives, equal documents, a ring
 
     @property
     def model(self) -> tuple[str, str, bool]:
@@ -38,7 +50,7 @@ class Case:
         return (
             f"{self.engine:5} {self.precision} {self.training:4} "
             f"{'dropout' if self.dropout else 'plain  '} chunk {chunk:5} "
-            f"negatives {self.negatives:6} {self.modality:18}"
+            f"negatives {self.negatives:6} {self.modality:18} {self.loss:7}"
         )
 
 
@@ -89,4 +101,10 @@ def build_matrix(engines: Sequence[str] = ENGINES, *, quick: bool = False) -> li
             negatives = ("ragged",) if small else ("0", "2", "ragged")
             for modality, chunk_size, kind in itertools.product(MODALITIES, chunks, negatives):
                 cases.append(Case(engine, precision, training, dropout, chunk_size, kind, modality))
+        cases += [
+            replace(case, loss="options")
+            for case in cases
+            if (case.engine, case.model) == (engine, ("fp32", "full", False))
+            and (case.chunk_size, case.negatives) == (2, "ragged")
+        ]
     return cases

@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from pixelrag.config.parts import LoraConfig, ModelConfig
+from pixelrag.data.content import content_of
 from pixelrag.data.schema import Document
+from pixelrag.gradcache.step import Pairs
 from pixelrag.models.biencoder import BiEncoder
 from pixelrag.models.load import load_embedder
 from pixelrag.models.preprocess import Preprocessor
@@ -87,20 +89,25 @@ def rows_of_rank(rank: int) -> int:
 
 def batch_of_rank(
     case: Case, rank: int, folder: Path, preprocessor: Preprocessor
-) -> tuple[dict, dict, torch.Tensor]:
-    """Return ``(queries, documents, positive_B)`` of one rank; any process can build any rank's."""
+) -> tuple[dict, dict, Pairs]:
+    """Return queries, documents and what is known of them; any process can build any rank's."""
     rng = random.Random(f"{rank}/{case.negatives}/{case.modality}")
     queries, documents, positives = [], [], []
     with_images = case.modality == "images" or (case.modality != "text" and rank == 0)
     for _ in range(rows_of_rank(rank)):
         queries.append(_words(rng, 1, 6))
-        positives.append(len(documents))
         count = {"0": 0, "2": 2, "ragged": rng.randint(0, 2)}[case.negatives]
+        # With the loss's options a query's first negative is a second positive.
+        second = len(documents) + 1 if count and case.loss == "options" else -1
+        positives.append([len(documents), second])
         documents += [_document(rng, folder, with_images) for _ in range(1 + count)]
     return (
         preprocessor.queries(queries),
         preprocessor.documents(documents),
-        torch.tensor(positives),
+        Pairs(
+            torch.tensor(positives),
+            torch.tensor(list(map(content_of, documents))) if case.loss == "options" else None,
+        ),
     )
 
 

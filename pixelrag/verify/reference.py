@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 
 from pixelrag.gradcache.minibatch import split_batch
-from pixelrag.losses.infonce import info_nce
+from pixelrag.losses.contrastive import Objective
 from pixelrag.losses.temperature import scale_from_log
-from pixelrag.verify.cases import Case
+from pixelrag.verify.cases import OPTIONS, Case
 from pixelrag.verify.inputs import batch_of_rank, load_biencoder
+from pixelrag.verify.naive import naive_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Oracle:
     def __call__(self, case: Case) -> Reference:
         """Return the reference of ``case``; engines and, without dropout, chunk sizes share it."""
         chunk = case.chunk_size if case.dropout else None
-        key = (case.training, case.dropout, chunk, case.negatives, case.modality)
+        key = (case.training, case.dropout, chunk, case.negatives, case.modality, case.loss)
         if key not in self._kept:
             self._kept[key] = self._compute(case)
         return self._kept[key]
@@ -48,20 +49,25 @@ class Oracle:
     def _compute(self, case: Case) -> Reference:
         model, preprocessor = self._model(case)
         model.zero_grad()
-        queries, documents, positives, num_documents = [], [], [], 0
+        queries, documents, positives, content, num_documents = [], [], [], [], 0
         for rank in range(self._world_size):
-            query, document, positive = batch_of_rank(case, rank, self._folder, preprocessor)
+            query, document, pairs = batch_of_rank(case, rank, self._folder, preprocessor)
             seed_rank(rank)  # dropout falls by rank and by chunk, in the engines' order
             for chunk in split_batch(query, case.chunk_size):
                 embedding, log_scale = model("query", **_double(chunk))
                 queries.append(embedding)
             for chunk in split_batch(document, case.chunk_size):
                 documents.append(model("document", **_double(chunk))[0])
-            positives.append(positive + num_documents)
+            for found in pairs.positive_BK.tolist():
+                positives.append([num_documents + place for place in found if place >= 0])
+            content += [] if pairs.content_M is None else pairs.content_M.tolist()
             num_documents += len(document["attention_mask"])
         query_BD, document_ND = torch.cat(queries), torch.cat(documents)
-        positive_B, scale = torch.cat(positives), scale_from_log(log_scale)
-        loss = info_nce(query_BD, document_ND, positive_B, scale, num_queries=len(query_BD)).loss
+        scale = scale_from_log(log_scale)
+        objective = Objective(**OPTIONS) if case.loss == "options" else Objective()
+        loss = naive_loss(
+            objective, query_BD, document_ND, positives, scale, content=content or None
+        )
         loss.backward()
         gradients = {
             name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
@@ -71,7 +77,8 @@ class Oracle:
         with torch.no_grad():
             logits_BN = query_BD @ document_ND.T * scale
             expected_B = (logits_BN.softmax(1) * logits_BN).sum(1)
-            terms_B = expected_B - logits_BN.gather(1, positive_B[:, None]).squeeze(1)
+            first_B1 = torch.tensor([found[:1] for found in positives])
+            terms_B = expected_B - logits_BN.gather(1, first_B1).squeeze(1)
         return Reference(loss.item(), gradients, float(terms_B.abs().mean()))
 
     def _model(self, case: Case):

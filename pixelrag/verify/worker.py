@@ -14,7 +14,8 @@ from pixelrag.distributed.counting import CollectiveCounter
 from pixelrag.distributed.env import World
 from pixelrag.engine import Engine, build_engine
 from pixelrag.gradcache import gradcache_step, split_batch
-from pixelrag.verify.cases import BARS, Case, Outcome
+from pixelrag.losses.contrastive import Objective
+from pixelrag.verify.cases import BARS, OPTIONS, Case, Outcome
 from pixelrag.verify.inputs import batch_of_rank, load_biencoder
 from pixelrag.verify.reference import Oracle, Reference, seed_rank
 
@@ -60,7 +61,7 @@ def _build(case: Case, folder: Path, world: World, payload: dict[str, Any]):
 def _run(
     engine: Engine, case: Case, folder: Path, preprocessor: Any, oracle: Oracle, world: World
 ) -> Outcome:
-    queries, documents, positive_B = batch_of_rank(case, world.rank, folder, preprocessor)
+    queries, documents, pairs = batch_of_rank(case, world.rank, folder, preprocessor)
     chunks = [
         [_to(chunk, world.device, case.precision) for chunk in split_batch(side, case.chunk_size)]
         for side in (queries, documents)
@@ -78,7 +79,14 @@ def _run(
     seed_rank(world.rank)
     try:
         with counter:
-            result = gradcache_step(engine, *chunks, positive_B)
+            options = case.loss == "options"
+            result = gradcache_step(
+                engine,
+                *chunks,
+                pairs,
+                objective=Objective(**OPTIONS) if options else None,
+                exchange="ring" if options else "all_gather",
+            )
     finally:
         del engine.backward
     gradients = {n: g.detach().cpu().double() for n, g in engine.gradients().items()}

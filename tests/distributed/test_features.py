@@ -44,6 +44,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
     # A rank short of chunks must not draw random numbers that the reference does not draw.
     "dropout": {"dropout": 0.3, "rows": [6, 2]},
 }
+COMMON = {"hardness_alpha": 2.0, "label_smoothing": 0.1, "matryoshka": [[4, 0.5], [2, 2.0]]}
+MANY = {"positives": 2, "content": True, "guide": True}
+OPTIONS |= {
+    "options of infonce": MANY
+    | {"loss": COMMON | {"bidirectional": True, "mask_margin": 0.1, "tile_size": 3}},
+    "options of infonce, ring": MANY
+    | {"loss": COMMON | {"bidirectional": True, "mask_margin": 0.1}, "exchange": "ring"},
+    "options of siglip, ring, filler rank": MANY
+    | {"loss": COMMON | {"name": "siglip", "tile_size": 2}, "exchange": "ring"}
+    | {"rows": [7, 1], "filler": 1, "accumulate": 2},
+}
 FEW = ("zero2-per_chunk", "zero3-sharded", "fsdp2-sharded")
 PER_CHUNK_TOO = ("accumulation", "filler rank", "frozen vision", "checkpointing")
 CASES = {

@@ -51,7 +51,7 @@ def test_a_third_of_the_matrix_at_two_ranks(engine: str, capsys, monkeypatch) ->
     code, outcomes = run(capsys, "--engine", engine)
     assert [o for o in outcomes if not o["passed"]] == []
     assert code == 0
-    assert len(outcomes) == 36 + (12 if engine in FLOAT64_ENGINES else 0)
+    assert len(outcomes) == 37 + (12 if engine in FLOAT64_ENGINES else 0)
     for outcome in outcomes:
         bar = 1e-10 if outcome["precision"] == "fp64" else 1e-5
         assert outcome["relative_error"] <= bar
@@ -74,7 +74,7 @@ def test_a_part_at_three_ranks(sharding: str, capsys) -> None:
     )
     assert [o for o in outcomes if not o["passed"]] == []
     assert code == 0
-    assert len(outcomes) == 12 * len(engines)
+    assert len(outcomes) == 15 * len(engines)
 
 
 def test_a_wrong_gradient_is_a_miss_and_exit_code_1(capsys, monkeypatch) -> None:
@@ -85,7 +85,7 @@ def test_a_wrong_gradient_is_a_miss_and_exit_code_1(capsys, monkeypatch) -> None
     text = capsys.readouterr().out
     assert code == 1
     assert "MISS" in text
-    assert "12 cases miss the full-batch gradient, on ddp" in text
+    assert "15 cases miss the full-batch gradient, on ddp" in text
     assert "norm ratio off by" in text
 
 
@@ -116,13 +116,13 @@ def test_under_a_launcher_it_uses_the_ranks_that_are_there(tmp_path) -> None:
         timeout=300,
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.count("ok   ") == 24
+    assert result.stdout.count("ok   ") == 30
     assert result.stdout.count("Every case gives the full-batch gradient") == 1
 
 
 def test_the_matrix_is_the_whole_product() -> None:
     cases = build_matrix()
-    assert len(cases) == len(set(cases)) == 108 * len(ENGINES) + 12 * len(FLOAT64_ENGINES)
+    assert len(cases) == len(set(cases)) == 111 * len(ENGINES) + 12 * len(FLOAT64_ENGINES)
     assert {c.chunk_size for c in cases} == {1, 2, WHOLE}
     assert {c.negatives for c in cases} == {"0", "2", "ragged"}
     assert {c.modality for c in cases} == {"text", "images", "images on one rank"}

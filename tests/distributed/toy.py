@@ -1,7 +1,8 @@
 """A toy bi-encoder with a vision branch, its data, and a float64 reference of one process.
 
 The reference shares no code with the package beyond the random generator: it runs whole-batch
-autograd over a loss written out here, so that a fault in the package cannot hide in it.
+autograd over a loss written out here, so that a fault in the package cannot hide in it. Options of
+the loss are written out in `verify.naive`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from pixelrag.gradcache import split_batch
+from pixelrag.losses.contrastive import Objective
 from pixelrag.losses.temperature import LogitScale
+from pixelrag.verify.naive import naive_loss
 
 VOCABULARY, WIDTH, PATCH_WIDTH, EMBEDDING = 40, 12, 5, 7
 LEARNING_RATE = 1e-2
@@ -91,10 +94,10 @@ class ToyEncoder(nn.Module):
 class ToyBiEncoder(nn.Module):
     """``models.biencoder.BiEncoder``, which would import transformers: seconds a process."""
 
-    def __init__(self, encoder: ToyEncoder) -> None:
+    def __init__(self, encoder: ToyEncoder, bias: float | None = None) -> None:
         super().__init__()
         self.encoder = encoder
-        self.logit_scale = LogitScale()
+        self.logit_scale = LogitScale(bias=bias)
 
     def forward(self, role: str, **inputs) -> tuple[torch.Tensor, torch.Tensor]:
         return self.encoder(**inputs), self.logit_scale()
@@ -107,11 +110,12 @@ def make_model(
     checkpointing: bool = False,
     tied: bool = False,
     frozen: Sequence[str] = (),
+    bias: float | None = None,
 ) -> ToyBiEncoder:
     """The same weights for every dtype; parameters whose name starts as in ``frozen`` are fixed."""
     torch.manual_seed(11)
     encoder = ToyEncoder(dropout, checkpointing=checkpointing, tied=tied)
-    model = ToyBiEncoder(encoder).to(dtype)
+    model = ToyBiEncoder(encoder, bias).to(dtype)
     for name, parameter in model.named_parameters():
         if name.startswith(tuple(frozen)):
             parameter.requires_grad_(False)
@@ -200,21 +204,41 @@ def collate(items: Sequence[Item], dtype: torch.dtype) -> dict[str, torch.Tensor
 
 @dataclass(frozen=True)
 class RankBatch:
-    """One rank's part of a global batch."""
+    """One rank's part of a global batch; documents of equal ``content_M`` pass for equal.
+
+    ``guide`` holds float64 embeddings of queries and documents by another model.
+    """
 
     queries: dict[str, torch.Tensor]
     documents: dict[str, torch.Tensor]
-    positive_B: torch.Tensor
+    positive_BK: torch.Tensor
+    content_M: torch.Tensor
+    guide: tuple[torch.Tensor, torch.Tensor]
+
+    @property
+    def positive_B(self) -> torch.Tensor:
+        """The first positive of each query."""
+        return self.positive_BK[:, 0]
 
 
-def make_rank_batch(rows: Sequence[Row], dtype: torch.dtype) -> RankBatch:
-    """Collate rows; documents lie row by row, positives first."""
-    sizes = torch.tensor([len(row.documents) for row in rows])
+def make_rank_batch(rows: Sequence[Row], dtype: torch.dtype, positives: int = 1) -> RankBatch:
+    """Collate rows; documents lie row by row, at most ``positives`` positives first."""
+    sizes_B1 = torch.tensor([len(row.documents) for row in rows])[:, None]
+    place_K = torch.arange(positives)
+    place_BK = sizes_B1.cumsum(0) - sizes_B1 + place_K
+    documents = [document for row in rows for document in row.documents]
     return RankBatch(
         collate([row.query for row in rows], dtype),
-        collate([document for row in rows for document in row.documents], dtype),
-        sizes.cumsum(0) - sizes,
+        collate(documents, dtype),
+        place_BK.where(place_K < sizes_B1, -1),
+        torch.tensor([sum(document.tokens) % 11 for document in documents]),
+        (_by_guide([row.query for row in rows]), _by_guide(documents)),
     )
+
+
+def _by_guide(items: Sequence[Item]) -> torch.Tensor:
+    sums_M1 = torch.tensor([[sum(item.tokens)] for item in items], dtype=torch.float64)
+    return (sums_M1 * torch.arange(1, 4)).sin()
 
 
 class Reference:
@@ -235,8 +259,11 @@ class Reference:
         parts: Sequence[RankBatch],
         chunk_size: int | None = None,
         seeds: Sequence[int] | None = None,
+        objective: Objective | None = None,
+        content: bool = False,
+        guide: bool = False,
     ) -> torch.Tensor:
-        """Global InfoNCE of all ranks' rows.
+        """The loss of all ranks' rows, by default InfoNCE.
 
         With ``chunk_size`` and ``seeds`` the forwards run chunk by chunk, each rank from its own
         seed, so that dropout masks are those that GradCache draws.
@@ -253,15 +280,24 @@ class Reference:
                 for chunk in split_batch(inputs, size):
                     emb_BD, log_scale = self.model(role, **chunk)
                     found.append(emb_BD)
-            positives.append(part.positive_B + offset)
+            positives += [[p + offset for p in r if p >= 0] for r in part.positive_BK.tolist()]
             offset += len(part.documents["input_ids"])
-        scale = log_scale.clamp(0.0, math.log(100.0)).exp()
-        logits_BN = scale * torch.cat(queries) @ torch.cat(documents).T
-        positive_B1 = torch.cat(positives)[:, None]
+        scale = log_scale[:1].clamp(0.0, math.log(100.0)).exp()
+        query_BD, document_ND = torch.cat(queries), torch.cat(documents)
+        logits_BN = scale * query_BD @ document_ND.T
+        positive_B1 = torch.tensor([found[:1] for found in positives])
         with torch.no_grad():
             mean_B = (logits_BN.softmax(1) * logits_BN).sum(1)
             shares_B = mean_B - logits_BN.gather(1, positive_B1)[:, 0]
             self.temperature_terms += float(shares_B.abs().mean())
+        if objective is not None:
+            contents = torch.cat([part.content_M for part in parts]).tolist()
+            guides = [torch.cat(side) for side in zip(*(part.guide for part in parts), strict=True)]
+            return naive_loss(
+                objective, query_BD, document_ND, positives, scale, log_scale[1:],
+                content=contents if content else None,
+                guide_BN=guides[0] @ guides[1].T if guide else None,
+            )  # fmt: skip
         return (logits_BN.logsumexp(1) - logits_BN.gather(1, positive_B1)[:, 0]).mean()
 
     def backward(self, loss: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ import torch.distributed as dist
 from pixelrag.distributed.env import World
 from pixelrag.engine import Engine, build_engine
 from pixelrag.gradcache import gradcache_step, split_batch
+from pixelrag.gradcache.step import Pairs
+from pixelrag.losses.contrastive import Objective
 from tests.distributed.toy import (
     RankBatch,
     Reference,
@@ -42,6 +45,11 @@ DEFAULTS: dict[str, Any] = {
     "filler": None,  # this rank brings a row that does not count
     "chunk_size": 2,
     "negatives": 2,
+    "loss": None,  # fields of an `Objective`; None: plain InfoNCE
+    "positives": 1,  # the most a row may have
+    "content": False,  # documents may pass for equal
+    "guide": False,  # another model has a say in what is no negative
+    "exchange": "all_gather",
     "images": "varied",
     "steps": 4,
     "max_norm": 0.5,
@@ -115,7 +123,13 @@ def build(case: dict[str, Any], model: torch.nn.Module, world: World) -> Engine:
 def model_for(case: dict[str, Any]) -> ToyBiEncoder:
     """The model a case asks for."""
     options = {key: case[key] for key in ("dropout", "checkpointing", "tied", "frozen")}
-    return make_model(dtype=getattr(torch, case["dtype"]), **options)
+    bias = -3.0 if objective_of(case).name == "siglip" else None
+    return make_model(dtype=getattr(torch, case["dtype"]), bias=bias, **options)
+
+
+def objective_of(case: dict[str, Any]) -> Objective:
+    """The loss a case asks for."""
+    return Objective(**case["loss"] or {})
 
 
 def image_plan(images: str, rank: int, step: int, world_size: int) -> tuple[bool, str]:
@@ -148,7 +162,7 @@ def global_batch(case: dict[str, Any], step: int, world_size: int) -> list[RankB
             )
             for index in range(first, first + size)
         ]
-        parts.append(make_rank_batch(rows, getattr(torch, case["dtype"])))
+        parts.append(make_rank_batch(rows, getattr(torch, case["dtype"]), case["positives"]))
         first += size
     return parts
 
@@ -159,7 +173,10 @@ def as_float64(parts: list[RankBatch]) -> list[RankBatch]:
     def widen(inputs):
         return {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
 
-    return [RankBatch(widen(p.queries), widen(p.documents), p.positive_B) for p in parts]
+    return [
+        replace(part, queries=widen(part.queries), documents=widen(part.documents))
+        for part in parts
+    ]
 
 
 def reference_for(case: dict[str, Any]) -> Reference:
@@ -209,14 +226,28 @@ def one_step(
         result = gradcache_step(
             engine,
             *own_chunks(parts[world.rank], case["chunk_size"]),
-            parts[world.rank].positive_B,
+            Pairs(
+                parts[world.rank].positive_BK,
+                parts[world.rank].content_M if case["content"] else None,
+                parts[world.rank].guide if case["guide"] else None,
+            ),
             num_real_queries=0 if case["filler"] == world.rank else None,
             weight=1.0 / count,
             last=number == count - 1,
+            objective=objective_of(case),
+            exchange=case["exchange"],
         )
         chunk_size, use_seeds = (case["chunk_size"], seeds) if case["dropout"] else (None, None)
         counted = [part for rank, part in enumerate(parts) if rank != case["filler"]]
-        expected = reference.loss(as_float64(counted), chunk_size, use_seeds)
+        objective = None if case["loss"] is None else objective_of(case)
+        expected = reference.loss(
+            as_float64(counted),
+            chunk_size,
+            use_seeds,
+            objective,
+            case["content"],
+            case["guide"],
+        )
         gradients = reference.backward(expected / count)
         losses.append(result.loss)
         expected_losses.append(expected.item())

@@ -71,14 +71,12 @@ def _naive(folder: Path, eval_file: Path, corpus_file: Path | None) -> dict[str,
     rows = [json.loads(line) for line in eval_file.read_text().splitlines()]
     queries = [embed(preprocessor.queries([row["query"]])) for row in rows]
     positives = [document(row, "passage") for row in rows]
-    distinct: dict[str, np.ndarray] = {}
-    for row, (key, vector) in zip(rows, positives, strict=True):
-        distinct.setdefault(key, vector)
+    named: list[tuple[str, np.ndarray]] = []
+    for row, positive in zip(rows, positives, strict=True):
         negatives = [{"passage": text} for text in row.get("neg_passages", [])]
         negatives += [{"chunk_path": path} for path in row.get("neg_chunk_paths", [])]
-        for negative in negatives:
-            distinct.setdefault(*document(negative, "passage"))
-    searched = distinct
+        named += [positive, *(document(negative, "passage") for negative in negatives)]
+    searched = distinct = dict(named)
     if corpus_file is not None:
         entries = [json.loads(line) for line in corpus_file.read_text().splitlines()]
         searched = dict(document(entry, "text") for entry in entries)
@@ -87,7 +85,9 @@ def _naive(folder: Path, eval_file: Path, corpus_file: Path | None) -> dict[str,
     recall = {1: 0.0, 5: 0.0, 10: 0.0}
     for query, (key, vector) in zip(queries, positives, strict=True):
         scores = {name: float(query @ other) for name, other in distinct.items()}
-        logits = np.array(list(scores.values())) / temperature
+        # As in a batch: what two rows name stands there twice; the positive is never a negative.
+        others = [scores[name] for name, _ in named if name != key]
+        logits = np.array([scores[key], *others]) / temperature
         loss += np.log(np.exp(logits).sum()) - float(query @ vector) / temperature
         accuracy += all(scores[key] > score for name, score in scores.items() if name != key)
         ranked = sorted(searched, key=lambda name: -float(query @ searched[name]))

@@ -152,7 +152,8 @@ def test_no_optimizer_state_is_told(one_step, tmp_path):
     [
         ({"seed": 1}, "seed: was 0, is 1"),
         ({"model": {"pooling": "cls"}}, "model.pooling: was 'auto', is 'cls'"),
-        ({"loss": {"temperature": 0.1}}, "loss.temperature: was 0.07, is 0.1"),
+        ({"loss": {"temperature": 0.1}}, "loss.temperature: was None, is 0.1"),
+        ({"loss": {"hardness_alpha": 1}}, "loss.hardness_alpha: was 0.0, is 1.0"),
         ({"lora": {"enabled": True}}, "lora.enabled: was False, is True"),
         ({"data": {"drop_last": True}}, "data.drop_last: was False, is True"),
         ({"batch": {"gradient_accumulation_steps": 2}}, "batch.gradient_accumulation_steps: was 1"),

@@ -21,6 +21,7 @@ from benchmarks import (
     peers,
     rag_refresh,
     report,
+    tiled_loss,
 )
 from pixelrag.distributed.env import process_group
 
@@ -152,6 +153,26 @@ def test_peers_notices_other_work(tiny_models):
 def test_peers_is_compared_with_sentence_transformers_where_it_is_installed():
     there = importlib.util.find_spec("sentence_transformers") is not None
     assert ("sentence-transformers" in peers.installed()) == there
+
+
+def test_tiled_loss_runs_and_compares_the_same_loss(tmp_path: Path, capsys):
+    output = tmp_path / "tiled_loss.jsonl"
+    options = ["--batch=40", "--dim=8", "--rounds=1", "--memory-batch=0"]
+    tiled_loss.main([*options, "--output", str(output)])
+    rows = _lines(output.read_text())
+    assert rows == _lines(capsys.readouterr().out)
+    assert [r["kind"] for r in rows[1:]] == ["time", "time", "difference"] * 2
+    for row in report.of_kind(rows, "difference"):
+        assert max(row["loss_error"], row["gradient_error"]) < 1e-6
+    assert "| siglip, plain | 40 | 8 |" in report.tiled_loss(rows)
+
+
+def test_the_tiled_loss_holds_no_matrix():
+    batch = 6144
+    found = tiled_loss.measure_memory(batch, 16)
+    assert found["matrix_mib"] == 144
+    # Tiles of 4 MiB and the gradients; half of the matrix would be too much.
+    assert found["added_mib"] < 60
 
 
 def _counter(calls: dict[str, int], sizes: dict[str, int]) -> SimpleNamespace:

@@ -44,7 +44,7 @@ def test_defaults_of_the_contract():
     config = config_of()
     assert config.output_dir == "runs/contrastive"
     assert (config.lora.enabled, config.lora.r, config.lora.alpha) == (False, 32, 32)
-    assert (config.loss.temperature, config.loss.learnable_temperature) == (0.07, True)
+    assert (config.loss.initial_temperature, config.loss.learnable_temperature) == (0.07, True)
     assert config.optim.learning_rate == 2e-5
     assert (config.engine.name, config.engine.precision) == ("ddp", "fp32")
     assert config.checkpoint.best_metric == "eval/ndcg@10"
@@ -225,7 +225,14 @@ BAD_PAIRS = [
         "zero1 to 3",
     ),
     (["--lora.vision", "true"], "lora.enabled is false", "lora.enabled true"),
-    (["--loss.temperature", "2"], "loss.temperature 2.0", "learnable_temperature false"),
+    (["--loss.bias", "-5"], "loss.bias -5 with loss.name infonce", "siglip"),
+    (["--loss.bidirectional=true", "--loss.name=siglip"], "no direction", "infonce"),
+    (["--loss.matryoshka_dims", "8,4,8"], "[8, 4, 8], which names", "once"),
+    (
+        ["--loss.matryoshka_dims=8,4", "--loss.matryoshka_weights=1"],
+        "1 loss.matryoshka_weights for 2",
+        "one weight to each",
+    ),
     (["--eval.every_steps", "5"], "eval.every_steps 5 without data.eval", "data.eval"),
     (["--eval.corpus", "c"], "eval.corpus c without data.eval", "data.eval"),
     (["--eval.max_rows", "5"], "eval.max_rows 5 without data.eval", "data.eval"),
@@ -262,7 +269,7 @@ def test_what_cannot_stand_together(flags: list[str], got: str, remedy: str):
         ["--engine.offload_optimizer=true", "--engine.name=zero1"],
         ["--engine.offload_optimizer=true", "--engine.name=fsdp2"],
         ["--lora.vision=true", "--lora.enabled=true"],
-        ["--loss.temperature=2", "--loss.learnable_temperature=false"],
+        ["--loss.matryoshka_dims=8,4", "--loss.matryoshka_weights=1,0.5", "--loss.tile_size=9"],
         ["--data.eval=e", "--eval.every_steps=5", "--checkpoint.best_metric=eval/loss"],
         ["--eval.retrieval=false"],
         ["--optim.max_grad_norm=0"],
@@ -271,6 +278,20 @@ def test_what_cannot_stand_together(flags: list[str], got: str, remedy: str):
 )
 def test_what_can_stand_together(flags: list[str]):
     config_of(*flags)
+
+
+def test_siglip_starts_as_in_its_paper():
+    loss = config_of("--loss.name=siglip").loss
+    assert (loss.initial_temperature, loss.initial_bias) == (0.1, -10.0)
+    loss = config_of("--loss.name=siglip", "--loss.bias=-5", "--loss.temperature=0.5").loss
+    assert (loss.initial_temperature, loss.initial_bias) == (0.5, -5.0)
+    assert config_of().loss.initial_bias is None
+
+
+def test_a_temperature_out_of_its_range_is_refused():
+    for value in ("2", "0.001"):
+        text = mistakes("--loss.temperature", value)
+        assert f"got '{value}', expected a number of 0.01 or more and at most 1 or null" in text
 
 
 def test_conflicts_are_told_beside_other_mistakes_but_not_because_of_them():

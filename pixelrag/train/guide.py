@@ -1,0 +1,96 @@
+"""A frozen second encoder that tells which documents are no negatives.
+
+As in GISTEmbed (Solatorio 2024, section 3): a document that the guide finds more similar to a query
+than the query's positive is likely an answer as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from pixelrag.config.contrastive import ContrastiveConfig
+from pixelrag.config.parts import ModelConfig
+from pixelrag.data.schema import PairRow
+from pixelrag.distributed.collectives import gather_with_grad
+from pixelrag.distributed.env import World
+from pixelrag.distributed.together import together
+from pixelrag.gradcache import split_batch
+from pixelrag.models import load_embedder
+from pixelrag.train.inputs import require_text
+
+Inputs = dict[str, torch.Tensor]
+
+
+class Guide:
+    """The encoder, whole on every rank; `retrieval.encode` takes it for an engine.
+
+    Args:
+        name_or_path: as `model.name_or_path`.
+        world: this process's place.
+        chunk_size: rows to encode at once.
+        half_precision: hold and run it in bf16.
+
+    Attributes:
+        preprocessor: makes its inputs, with its own instructions.
+
+    Raises:
+        ModelError: it cannot be loaded.
+    """
+
+    def __init__(
+        self, name_or_path: str, world: World, *, chunk_size: int, half_precision: bool
+    ) -> None:
+        self.rank, self.world_size, self.device = world.rank, world.world_size, world.device
+        dtype = torch.bfloat16 if half_precision else torch.float32
+        embedder, self.preprocessor = load_embedder(
+            ModelConfig(name_or_path=name_or_path), dtype=dtype, half_precision=half_precision
+        )
+        self._embedder = embedder.to(world.device).eval().requires_grad_(False)
+        self._chunk_size = chunk_size
+
+    def require_readable(self, rows: Iterable[PairRow]) -> None:
+        """Refuse rows with images where it reads text only.
+
+        Raises:
+            DataError: names the first.
+        """
+        if not self.preprocessor.has_vision:
+            require_text(rows, "loss.mask_guide")
+
+    def __call__(self, role: str, *, touch_vision: bool = False, **inputs: Any) -> tuple:
+        """Embed one batch; the role has gone into the inputs already."""
+        return (self._embedder(touch_vision=touch_vision, **inputs),)
+
+    def inference(self) -> contextlib.AbstractContextManager:
+        """Without gradients; the model is always in eval mode."""
+        return torch.no_grad()
+
+    def gather(self, local_BD: torch.Tensor) -> torch.Tensor:
+        """All-gather equally shaped rows."""
+        return gather_with_grad(local_BD)
+
+    def embed(self, inputs: Inputs) -> torch.Tensor:
+        """[rows, G] float32 on its device, chunk by chunk."""
+        rows = []
+        with torch.no_grad():
+            for chunk in split_batch(inputs, self._chunk_size):
+                on_device = {key: value.to(self.device) for key, value in chunk.items()}
+                rows.append(self._embedder(**on_device).float())
+        return torch.cat(rows)
+
+
+def open_guide(config: ContrastiveConfig, world: World) -> Guide | None:
+    """Load ``loss.mask_guide``; None where none is named. A collective."""
+    if config.loss.mask_guide is None:
+        return None
+    with together():
+        return Guide(
+            config.loss.mask_guide,
+            world,
+            chunk_size=config.batch.chunk_size,
+            half_precision=config.engine.precision == "bf16",
+        )

@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from importlib import import_module
 from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import ValidationError, model_validator
@@ -15,8 +16,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from pixelrag.config.flags import parse_flags
-from pixelrag.config.problems import Conflict, problems_of, report, sections_of
+from pixelrag.config.flags import parse_flags, take_preset
+from pixelrag.config.problems import Conflict, Problem, problems_of, report, sections_of, shown
 from pixelrag.config.section import Section, accepts
 from pixelrag.config.yaml_file import read_yaml, write_yaml
 from pixelrag.errors import ConfigError
@@ -48,6 +49,8 @@ class JobConfig(BaseSettings, Section):
     model_config = SettingsConfigDict(**Section.model_config)
     adaptable: ClassVar[tuple[str, ...]] = ()
     """Options of this job's own that a run may change when it goes on from a checkpoint."""
+    presets: ClassVar[Mapping[str, str]] = {}
+    """Modules with the flags (`expand`) and `DEFAULTS` of other trainers, by `--preset` name."""
 
     @classmethod
     def settings_customise_sources(
@@ -83,13 +86,14 @@ def load(
     Raises `ConfigError` naming every mistake at once, each with its path, file and line or flag,
     what was got and expected, and the nearest valid name.
     """
+    argv, defaults, faults = _expand_preset(config_class, argv)
     line = parse_flags(argv, config_class, own)
     files = [read_yaml(path) for path in line.files]
-    problems = [problem for file in files for problem in file.problems] + line.problems
+    problems = [problem for file in files for problem in file.problems] + faults + line.problems
     places = {path: where for file in files for path, where in file.places.items()} | line.places
     sections = sections_of(config_class)
     layers = [_without_empty(values, sections) for values in [f.values for f in files]]
-    layers = [line.values, *reversed(layers), _required_sections(config_class)]
+    layers = [line.values, *reversed(layers), defaults, _required_sections(config_class)]
     config, errors = _build(config_class, layers)
     found = list(problems_of(errors, config_class, places))
     if any(error["type"] != "conflicts" for error in errors):
@@ -105,6 +109,21 @@ def load(
     if problems or found:
         raise ConfigError(report(problems + found))
     return config, line.own
+
+
+def _expand_preset(
+    config_class: type[JobConfig], argv: Sequence[str]
+) -> tuple[list[str], Mapping[str, Any], list[Problem]]:
+    """The command line in our options, what the preset sets beneath the files, what is wrong."""
+    argv, name = take_preset(argv)
+    if name is None:
+        return argv, {}, []
+    if name not in config_class.presets:
+        known = ", ".join(config_class.presets) or "none, this job has no presets"
+        return argv, {}, [Problem("--preset", f"got {shown(name)}, expected {known}")]
+    preset = import_module(config_class.presets[name])
+    argv, problems = preset.expand(argv)
+    return argv, preset.DEFAULTS, problems
 
 
 def _build(

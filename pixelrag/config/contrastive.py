@@ -1,6 +1,7 @@
 """The contrastive job's configuration, and the rules that span its sections."""
 
 from collections.abc import Iterator
+from types import MappingProxyType
 from typing import ClassVar
 
 from pydantic import Field
@@ -65,6 +66,8 @@ class ContrastiveConfig(JobConfig):
     """Everything `pixelrag contrastive` can be told."""
 
     adaptable: ClassVar[tuple[str, ...]] = ("loss.tile_size", "loss.exchange")
+    presets = MappingProxyType({"pixelrag": "pixelrag.config.preset_pixelrag"})
+
     output_dir: str = Field("runs/contrastive", min_length=1)
     """Folder of the run: metrics, checkpoints, exported models."""
     seed: int = Field(0, ge=0, lt=2**32)

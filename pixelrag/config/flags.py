@@ -12,6 +12,7 @@ from pixelrag.config.section import accepts
 from pixelrag.config.yaml_file import parse_yaml_list
 
 # Flags that people expect at the top, and the options that they set.
+PRESET = "preset"
 SHORTCUTS = {"deepspeed": "engine.deepspeed", "resume": "checkpoint.resume"}
 
 _NO_LIST = object()
@@ -26,6 +27,21 @@ class CommandLine:
     places: dict[tuple[str, ...], str] = field(default_factory=dict)
     own: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+
+
+def take_preset(argv: Sequence[str]) -> tuple[list[str], str | None]:
+    """`argv` without `--preset NAME`, and the name; the last one counts."""
+    kept: list[str] = []
+    name: str | None = None
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        flag, equals, text = word.partition("=")
+        if flag != f"--{PRESET}":
+            kept.append(word)
+        else:
+            name = text if equals else (words.pop(0) if words else "")
+    return kept, name
 
 
 def parse_flags(

@@ -34,6 +34,10 @@ def help_text(
         "[a, b] or a,b; true and false are spelled out; null is nothing.",
         *(f"--{short} VALUE is short for --{path} VALUE." for short, path in SHORTCUTS.items()),
     ]
+    lines += [
+        f"--preset {name} takes the flags and defaults of that trainer as well."
+        for name in getattr(config_class, "presets", ())
+    ]
     if own:
         lines += ["", "this command", *(f"  --{name}  {text}" for name, text in own.items())]
     section = None

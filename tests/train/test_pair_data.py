@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.train import nursery
 from tests.train.material import command, lines_of, merged, text_rows, write_jsonl
@@ -72,3 +73,52 @@ def test_text_with_images_is_refused_before_the_model_is_loaded(tmp_path, base, 
     ended = nursery.run(command(tmp_path, config), nproc=2)
     assert ended.codes == [3, 3]
     assert "tiles/0.png is an image, and data.text is for rows of text" in ended.text
+
+
+def test_the_flags_of_pixelrag_give_the_run_of_our_options(tmp_path, shelf):
+    """Images, text, LoRA on both towers: the same weights, bit for bit."""
+    data = ["--train-jsonl", str(shelf / "mixed.jsonl"), "--eval-jsonl"]
+    data += [str(shelf / "mixed_eval.jsonl"), "--text-data-dir", str(tmp_path)]
+    write_jsonl(tmp_path / "text.jsonl", text_rows(9))
+    here = ["--engine.device", "cpu", "--engine.precision", "fp32", "--num-workers", "0"]
+    theirs = [
+        *("contrastive", "--preset", "pixelrag", "--model", str(shelf / "qwen3_vl"), *data, *here),
+        *("--batch-size", "4", "--grad-cache-chunk", "2", "--num-hard-negatives", "1"),
+        *("--text-warmup-steps", "1", "--max-steps", "3", "--warmup-steps", "1", "--lr", "1e-3"),
+        *("--lora-r", "4", "--lora-alpha", "8", "--lora-dropout", "0", "--lora-vit"),
+        *("--eval-steps", "0", "--save-steps", "0", "--max-num-visual-tokens", "16", "--no-wandb"),
+        *("--output-dir", str(tmp_path / "theirs")),
+    ]
+    ours = {
+        "output_dir": str(tmp_path / "ours"),
+        "model": {"name_or_path": str(shelf / "qwen3_vl"), "max_visual_tokens": 16},
+        "lora": {"enabled": True, "r": 4, "alpha": 8, "dropout": 0, "vision": True},
+        "data": {
+            "train": str(shelf / "mixed.jsonl"),
+            "eval": str(shelf / "mixed_eval.jsonl"),
+            "text": str(tmp_path),
+            "text_warmup_steps": 1,
+            "num_hard_negatives": 1,
+            "drop_last": True,
+        },
+        "batch": {"per_device_batch_size": 4, "chunk_size": 2},
+        "optim": {
+            "learning_rate": 1e-3,
+            "max_steps": 3,
+            "warmup_steps": 1,
+            "scheduler": "constant",
+        },
+        "eval": {"max_rows": 40, "retrieval": False},
+        "checkpoint": {"best_metric": "eval/loss"},
+        "engine": {"device": "cpu"},
+    }
+    nursery.run(theirs).check()
+    nursery.run(command(tmp_path, ours)).check()
+    weights = [
+        load_file(tmp_path / name / "checkpoint-3" / "model.safetensors")
+        for name in ("theirs", "ours")
+    ]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(weights[0][key].equal(weights[1][key]) for key in weights[0])
+    assert any(".visual." in key for key in weights[0])
+    assert lines_of(tmp_path / "theirs")[-1] == lines_of(tmp_path / "ours")[-1]

@@ -121,9 +121,9 @@ ALIASES: dict[str, Alias] = {
     "weight_decay": _to("optim.weight_decay"),
     "max_grad_norm": _to("optim.max_grad_norm"),
     "temperature": _to("loss.temperature"),
-    "loss": _no(_NOT_YET, "infonce"),
-    "label_smoothing": _no(_NOT_YET, "0", "0.0"),
-    "hardness_alpha": _no(_NOT_YET, "0", "0.0"),
+    "loss": _to("loss.name"),
+    "label_smoothing": _to("loss.label_smoothing"),
+    "hardness_alpha": _to("loss.hardness_alpha"),
     "bidirectional": _no(
         "it is no loss there but attention without the causal mask, in the text "
         "warm-up alone; pixelrag keeps the model's own mask",

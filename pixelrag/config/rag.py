@@ -155,13 +155,16 @@ def _loss_conflicts(loss: RagLossConfig) -> Iterator[Conflict]:
         yield Conflict(
             ("loss.answer", "loss.retriever"),
             got="loss.answer fid with loss.retriever marginal",
-            remedy="set loss.retriever to emdr2, pdist or loop: reading all passages at once "
-            "leaves nothing to marginalise",
+            remedy="set loss.retriever to emdr2, pdist, loop or adist: reading all passages at "
+            "once leaves nothing to marginalise",
         )
     defaults, own = RagLossConfig(), loss.retriever != "marginal"
     users = {
         "retriever_weight": (own, "a loss.retriever of its own"),
-        "reader_temperature": (loss.retriever in ("pdist", "loop"), "loss.retriever pdist or loop"),
+        "reader_temperature": (
+            loss.retriever in ("pdist", "loop", "adist"),
+            "loss.retriever pdist, loop or adist",
+        ),
     }
     for name, (used, needs) in users.items():
         value = getattr(loss, name)

@@ -36,6 +36,8 @@ class QuestionDataConfig(DataFiles):
     """JSONL files of questions with their answers."""
     eval: list[str] = Field(default_factory=list)
     """Held-out JSONL files of the same form."""
+    answers: Literal["sample", "first"] = "sample"
+    """Of several right answers: train on one of them, drawn anew each epoch, or on the first."""
     bad_rows: Literal["error", "skip"] = "error"
     """error: refuse to start on a bad row; skip: train without it and say how many there are."""
     drop_last: bool = False
@@ -54,14 +56,16 @@ class RetrievalConfig(Section):
 class RagLossConfig(Section):
     answer: Literal["rag_sequence", "rag_token", "fid"] = "rag_sequence"
     """The generator's: one passage behind an answer, one behind a token, or all at once."""
-    retriever: Literal["marginal", "emdr2", "pdist", "loop"] = "marginal"
+    retriever: Literal["marginal", "emdr2", "pdist", "loop", "adist"] = "marginal"
     """The encoders': the same likelihood, or what the generator tells of each passage."""
     retriever_weight: float = Field(1.0, gt=0)
     """Factor on the encoders' loss where it is not the marginal one."""
     reader_temperature: float = Field(1.0, gt=0)
-    """Divides the generator's log-probabilities in pdist and loop."""
+    """Divides the generator's log-probabilities in pdist and loop, its attention in adist."""
     exclude_bos: bool = False
     """Leave an answer's first token out of the loss, where it is always the same."""
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    """Share of each target token spread over the vocabulary, in the generator's loss."""
     contrastive_weight: float = Field(0.0, ge=0)
     """Factor on InfoNCE over the batch's passages, for questions that name theirs."""
     temperature: float = Field(0.05, gt=0)

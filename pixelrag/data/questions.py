@@ -3,19 +3,21 @@
     {"question": "...", "answers": ["...", "..."], "passage_ids": ["7", "12"]}
     {"question": "...", "answer": "..."}
 
-Every answer is right by itself; the first is the one to train on. Every passage of `passage_ids`
-(a passage's id, or a document's, which stands for all its pieces) is relevant. They are only for
-evaluation and the contrastive term: training learns from answers alone. Other keys are ignored,
-`null` and a missing key both mean "none".
+Every answer is right by itself; `with_answer` chooses the one to train on. Every passage of
+`passage_ids` (a passage's id, or a document's, which stands for all its pieces) is relevant. They
+are only for evaluation and the contrastive term: training learns from answers alone. Other keys are
+ignored, `null` and a missing key both mean "none".
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
+
+import numpy as np
 
 from pixelrag.data.lines import BadRow, StrPath, file_labels, parsed_lines
 from pixelrag.data.pairs import DataReport, names_of, refuse_or_skip
@@ -39,6 +41,24 @@ class Question:
     answers: tuple[str, ...]
     passage_ids: tuple[str, ...]
     sample_id: str
+
+
+def with_answer(question: Question, *key: int) -> Question:
+    """The question with one of its answers, drawn evenly; equal keys give equal draws.
+
+    As FiD and Atlas train on one random answer of those that count as right each time that a
+    question comes up (Izacard and Grave 2021, `get_target` of the code).
+
+    Args:
+        question: with any number of answers.
+        key: what the draw depends on, not negative: seed, epoch and the question's row.
+    """
+    count = len(question.answers)
+    if count == 1:
+        return question
+    # The raw stream is the same in every release of NumPy.
+    drawn = int(np.random.SeedSequence(key).generate_state(1)[0]) % count
+    return replace(question, answers=(question.answers[drawn],))
 
 
 class QuestionDataset:

@@ -78,8 +78,9 @@ def rag_step(
 
     Args:
         engine: its module answers ``engine(role, touch_vision=..., **chunk)`` with
-            ``(output, log_scale_1)``: [rows, D] for ``query`` and ``document``, log-probabilities
-            [rows, T] for ``generator`` and ``reading``.
+            ``(output, log_scale_1)``: [rows, D] for ``query`` and ``document``, what the loss takes
+            of an answer's tokens [rows, X] for ``generator``, their log-probabilities [rows, T] for
+            ``reading``, one number a document that is read for ``attention``.
         batch: this rank's part.
         objective: the loss.
         chunk_sizes: rows of ``query``, ``document`` and ``generator`` that go through at once; sets
@@ -98,7 +99,8 @@ def rag_step(
         "generator": split_targets(batch.generator, chunk_sizes["generator"]),
     }
     if batch.readings is not None:
-        chunks["reading"] = split_targets(batch.readings, chunk_sizes["generator"])
+        role = "attention" if objective.watches else "reading"
+        chunks[role] = split_targets(batch.readings, chunk_sizes["generator"])
     real = [sum(map(rows_of, c)) if batch.num_real else 0 for c in chunks.values()]
     sides = agree_on_schedule(
         chunks, real, rank=engine.rank, touches_every_chunk=engine.touches_every_chunk
@@ -127,12 +129,14 @@ def _loss_on_outputs(
     scale = scale_from_log(log_scale)
     counts = sides[0].num_rows
     real, num_questions = counts[engine.rank], sum(counts)
+    pair_BK = batch.pair_BK[:real].to(engine.device)
     terms = objective(
         _scores(outputs, batch, scale)[:real],
         outputs["generator"],
-        batch.pair_BK[:real].to(engine.device),
+        pair_BK,
         batch.target_mask_BT[:real].to(engine.device),
-        outputs.get("reading"),
+        readings_NT=outputs.get("reading"),
+        attention_BK=_attention(outputs.get("attention"), batch, pair_BK),
     )
     contrastive = _contrastive(engine, outputs, sides[1], batch, real, scale, objective)
     partial = terms.loss_B.sum() / num_questions + objective.contrastive_weight * contrastive
@@ -162,6 +166,17 @@ def _scores(
         chosen_BKD = document_MD.to(wide)[document_BK.clamp_min(0)]
         scores_BK = (query_BD.to(wide)[:, None] * chosen_BKD).sum(-1) * scale.to(wide)
     return scores_BK.masked_fill(document_BK < 0, float("-inf"))
+
+
+def _attention(
+    looked_NK: torch.Tensor | None, batch: RagBatch, pair_BK: torch.Tensor
+) -> torch.Tensor | None:
+    """[B, K]; a missing document may hold anything."""
+    if looked_NK is None:
+        return None
+    if batch.readings["input_ids"].dim() == 3:  # all documents at once
+        return looked_NK[: len(pair_BK)]
+    return looked_NK[pair_BK.clamp_min(0), 0]
 
 
 def _contrastive(

@@ -27,12 +27,12 @@ class RagBatch:
         generator: inputs of the generator: N (question, document) pairs with their answers; or,
             for fusion in the decoder, B questions with [B, K, P] prompts.
         document_BK: int64, the document (of M) of each question and rank; -1 = none was found.
-        pair_BK: int64, the row of each in ``generator`` (of ``readings`` where there are any);
-            -1 = none.
+        pair_BK: int64, the row of each pair, in ``generator`` or ``readings``; -1 = none.
         target_mask_BT: bool, tokens of each answer.
         num_real: B, or 0 where the rows only fill the rank's place.
-        readings: inputs of the generator that are scored without gradient, for losses that need
-            more readings than the generator learns from; one row a pair.
+        readings: inputs of the generator that are read without gradient, for losses that need
+            more readings than the generator learns from: one row a pair; for the attention of
+            encoder-decoders one row a question, with [B, K, P] prompts.
         document_keys: the passage (a number that all ranks share) of each document [M].
         gold: for each question the passages (numbers as above) that are known to be relevant.
     """

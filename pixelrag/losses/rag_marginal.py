@@ -135,8 +135,8 @@ def rag_token_nll(
 ) -> torch.Tensor:
     """-log p(y | x) of RAG-Token: each token may have another document behind it.
 
-    Takes and returns what `rag_sequence_nll` does. There is no label smoothing: its term needs
-    every document's whole distribution at once, a [B, K, T, V] tensor.
+    Takes and returns what `rag_sequence_nll` does. Label smoothing adds `rag_token_vocab_nll`,
+    which needs every document's whole distribution.
     """
     _check(log_probs_BKT, doc_scores_BK, target_mask_BT)
     prior_BK = document_log_prior(doc_scores_BK)
@@ -147,6 +147,40 @@ def rag_token_nll(
     prior_BK = prior_BK.masked_fill(empty_B[:, None], 0.0)
     marginal_BT = _log_sum_exp(prior_BK[:, :, None] + token_BKT)
     return -marginal_BT.masked_fill(unscored_BT, 0.0).sum(dim=1)
+
+
+def rag_token_vocab_nll(
+    log_probs_NTV: torch.Tensor,
+    pair_BK: torch.Tensor,
+    doc_scores_BK: torch.Tensor,
+    target_mask_BT: torch.Tensor,
+) -> torch.Tensor:
+    """-sum_t sum_v log sum_k p(z_k | x) p(v | x, z_k, y_<t): what smooths RAG-Token.
+
+    With the share epsilon of each token's target spread over V entries of the vocabulary, the loss
+    is (1 - epsilon) NLL + epsilon / V times this, as in `RagTokenForGeneration.get_nll`. The sum
+    over documents stands inside the logarithm, so it takes all their distributions at once; what
+    is made of them here is made question by question.
+
+    Args:
+        log_probs_NTV: log p(v | x, z, y_<t) for N pairs of question and document.
+        pair_BK: int64, row of each document in ``log_probs_NTV``; -1 for a missing one.
+        doc_scores_BK, target_mask_BT: as for `rag_sequence_nll`; all tokens of the answer count.
+
+    Returns:
+        [B] fp32, or fp64 when an input is; 0 for a row without documents.
+    """
+    prior_BK = document_log_prior(doc_scores_BK)
+    losses = []
+    for prior_K, pair_K, mask_T in zip(prior_BK, pair_BK, target_mask_BT, strict=True):
+        there = (prior_K != _MISSING).nonzero().flatten()
+        if len(there) == 0:
+            losses.append(prior_BK.new_zeros(()))
+            continue
+        scored = mask_T.nonzero().flatten()
+        joint_KTV = _wide(log_probs_NTV[pair_K[there]][:, scored]) + prior_K[there][:, None, None]
+        losses.append(-_log_sum_exp(joint_KTV[None]).sum())
+    return torch.stack(losses) if losses else prior_BK.new_zeros(0)
 
 
 def answer_log_probs(log_probs_BKT: torch.Tensor, target_mask_BT: torch.Tensor) -> torch.Tensor:

@@ -134,11 +134,14 @@ def pool_attention(
     target_mask_BT: torch.Tensor,
     num_documents: int,
 ) -> torch.Tensor:
-    """One layer's cross-attention as one number a document.
+    """One layer's attention as one number a document.
 
     Atlas, section 2.2: a token n of a document counts alpha_n ||v_n||, its attention weight times
-    the norm of its value vector, averaged over heads, tokens of the answer and tokens of the
-    document (and over layers: average what this returns).
+    the norm of its value vector, averaged over heads and tokens of the answer (and over layers:
+    average what this returns). Over the document's tokens it is added up, as in Atlas' code
+    (`evalnormsum`), where the paper averages: the documents share the weight of one soft-max, and
+    the mean of a document's share over its tokens would count against long ones. The code then
+    divides by 256 and by a temperature of 0.01.
 
     Args:
         attention_BHTS: [B, heads, T, S] weights of T answer tokens over S source tokens, those of
@@ -162,9 +165,7 @@ def pool_attention(
         owned_BS = document_BS >= 0
         place_BS = document_BS.clamp(min=0)
         empty_BK = token_BS.new_zeros(len(token_BS), num_documents)
-        sum_BK = empty_BK.scatter_add(1, place_BS, torch.where(owned_BS, token_BS, 0.0))
-        count_BK = empty_BK.scatter_add(1, place_BS, owned_BS.to(wide))
-        return sum_BK / count_BK.clamp(min=1.0)
+        return empty_BK.scatter_add(1, place_BS, torch.where(owned_BS, token_BS, 0.0))
 
 
 def _distilled(

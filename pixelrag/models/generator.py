@@ -19,9 +19,11 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from pixelrag.errors import ModelError
+from pixelrag.losses.rag_objective import Vocabulary
 from pixelrag.models.blocks import checkpoint_blocks, transformer_blocks
+from pixelrag.models.passage_attention import PassageAttention, observed
 from pixelrag.models.precision import keep_float64
+from pixelrag.models.token_scores import token_scores
 from pixelrag.models.vision_touch import VisionTouch
 
 
@@ -62,6 +64,11 @@ class Generator(nn.Module):
         """Of the weights."""
         return next(self.lm.parameters()).dtype
 
+    @property
+    def vocab_size(self) -> int:
+        """Entries of the vocabulary, as the head has them."""
+        return self.base_model.config.get_text_config().vocab_size
+
     def forward(
         self,
         input_ids: torch.Tensor,
@@ -73,6 +80,7 @@ class Generator(nn.Module):
         num_images: torch.Tensor | None = None,
         *,
         touch_vision: bool = False,
+        vocabulary: Vocabulary = "none",
     ) -> torch.Tensor:
         """Score targets.
 
@@ -89,25 +97,81 @@ class Generator(nn.Module):
             num_images: ignored; batches carry it so that they can be cut into chunks.
             touch_vision: run the vision tower on a blank block that counts for nothing where the
                 batch has no image, see `vision_touch`.
+            vocabulary: what to tell beside the targets, see `token_scores`.
 
         Returns:
             log_probs_NT: log p(target_t | input, target_<t), 0 at padding; float32 (float64 for a
-            float64 model).
+            float64 model). With ``vocabulary`` more numbers a token.
         """
+        images = None if pixel_values is None else (pixel_values, image_grid_thw)
+        logits_NTV = self._logits(
+            input_ids, attention_mask, target_ids, target_mask, images, touch_vision
+        )
+        return token_scores(logits_NTV, target_ids, target_mask, vocabulary)
+
+    @torch.no_grad()
+    def attend(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        target_ids: torch.Tensor,
+        target_mask: torch.Tensor,
+        passage_mask: torch.Tensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        image_grid_thw: torch.Tensor | None = None,
+        num_images: torch.Tensor | None = None,
+        *,
+        touch_vision: bool = False,
+    ) -> torch.Tensor:
+        """How much each passage is looked at while the target is read (Atlas, section 2.2).
+
+        An encoder-decoder attends to all that its encoder made of each of K passages, which share
+        one soft-max. A decoder reads one passage, and attends to its tokens beside the prompt's.
+
+        Args:
+            passage_mask: 1 for the passage's tokens, [N, P]; of decoders alone.
+            input_ids, attention_mask, target_ids, target_mask, pixel_values, image_grid_thw,
+                num_images, touch_vision: as for `forward`.
+
+        Returns:
+            [N, K], or [N, 1]: see `pixelrag.losses.reader.pool_attention`; the mean over layers.
+
+        Raises:
+            ModelError: the model's attention cannot be observed.
+        """
+        num_targets, num_documents = target_ids.shape[1], 1
+        if self.is_seq2seq:
+            seen, rows = attention_mask.bool(), slice(None)
+            if seen.dim() == 3:
+                num_documents = seen.shape[1]
+            place = torch.arange(num_documents, device=seen.device).view(1, -1, 1)
+            owner = torch.where(seen.view(len(seen), num_documents, -1), place, -1).flatten(1)
+        else:
+            # The states before the answer's tokens predict them.
+            rows = slice(-num_targets - 1, -1)
+            owner = torch.cat([passage_mask.long() - 1, torch.full_like(target_ids, -1)], 1)
+        observer = PassageAttention(
+            owner, target_mask, num_documents, rows=rows, crossed=self.is_seq2seq
+        )
+        images = None if pixel_values is None else (pixel_values, image_grid_thw)
+        self._logits(
+            input_ids, attention_mask, target_ids, target_mask, images, touch_vision, observer
+        )
+        return observer.mean()
+
+    def _logits(
+        self, input_ids, attention_mask, target_ids, target_mask, images, touch, observer=None
+    ) -> torch.Tensor:
         with keep_float64(self.dtype):
             if self.is_seq2seq:
-                logits_NTV = self._decode(input_ids, attention_mask, target_ids, target_mask)
-            else:
-                images = None if pixel_values is None else (pixel_values, image_grid_thw)
-                with self._armed(touch_vision and images is None):
-                    logits_NTV = self._continue(
-                        input_ids, attention_mask, target_ids, target_mask, images
-                    )
-            return token_log_probs(logits_NTV, target_ids, target_mask)
+                states, mask = self.encode(input_ids, attention_mask)
+                with observed(self.base_model, observer):
+                    return self._decode(states, mask, target_ids, target_mask)
+            with self._armed(touch and images is None), observed(self.base_model, observer):
+                return self._continue(input_ids, attention_mask, target_ids, target_mask, images)
 
-    def _decode(self, input_ids, attention_mask, target_ids, target_mask) -> torch.Tensor:
+    def _decode(self, states, attention_mask, target_ids, target_mask) -> torch.Tensor:
         model = self.base_model
-        states, attention_mask = self.encode(input_ids, attention_mask)
         labels = target_ids.masked_fill(target_mask == 0, -100)
         output = model(
             encoder_outputs=BaseModelOutput(last_hidden_state=states),
@@ -175,6 +239,7 @@ class Generator(nn.Module):
         *,
         end_token_id: int,
         pad_token_id: int,
+        touch_vision: bool = False,
         **inputs: torch.Tensor,
     ) -> torch.Tensor:
         """Greedy answers, int64 [N, up to max_new_tokens], padded with `pad_token_id`.
@@ -186,6 +251,7 @@ class Generator(nn.Module):
             max_new_tokens: tokens of an answer, at most.
             end_token_id: ends an answer, beside what the model itself says.
             pad_token_id: behind ends.
+            touch_vision: as for `forward`: other ranks have images, this one has none.
             inputs: `input_ids` and `attention_mask` as in `forward`, images for vision models.
         """
         inputs.pop("num_images", None)
@@ -212,6 +278,13 @@ class Generator(nn.Module):
                 "attention_mask": mask,
             }
         several = dist.is_initialized() and dist.get_world_size() > 1
+        if self.has_vision:
+            # Without them images would get the positions of text.
+            is_image = inputs["input_ids"] == self.base_model.config.image_token_id
+            inputs["mm_token_type_ids"] = is_image.int()
+        if touch_vision and self._touch is not None:
+            # `generate` encodes images before all else.
+            self._touch.run(inputs["input_ids"].device)
         tokens = self.base_model.generate(**inputs, generation_config=config, synced_gpus=several)
         return tokens[:, prompt:]
 
@@ -237,30 +310,3 @@ class Generator(nn.Module):
             ModelError: the architecture does not support it.
         """
         checkpoint_blocks(self.base_model, self.dtype, "generator.gradient_checkpointing")
-
-
-def token_log_probs(
-    logits_NTV: torch.Tensor, target_NT: torch.Tensor, mask_NT: torch.Tensor
-) -> torch.Tensor:
-    """log softmax(logits)[target], 0 at padding; at least float32, autocast or not.
-
-    Args:
-        logits_NTV: floating point.
-        target_NT: int64; anything at padding.
-        mask_NT: 1 for real tokens.
-
-    Raises:
-        ModelError: a target token is outside the vocabulary.
-    """
-    with torch.autocast(logits_NTV.device.type, enabled=False):
-        wide = torch.promote_types(logits_NTV.dtype, torch.float32)
-        real = mask_NT.bool()
-        targets = target_NT.masked_fill(~real, 0)
-        if targets.numel() and int(targets.max()) >= logits_NTV.shape[-1]:
-            raise ModelError(
-                f"target token {int(targets.max())} is outside the generator's vocabulary of "
-                f"{logits_NTV.shape[-1]}"
-            )
-        chosen = logits_NTV.gather(-1, targets[..., None]).squeeze(-1).to(wide)
-        log_probs = chosen - torch.logsumexp(logits_NTV.to(wide), -1)
-        return log_probs.masked_fill(~real, 0.0)

@@ -27,6 +27,7 @@ from pixelrag.models.generator_prompt import GeneratorPreprocessor
 from pixelrag.models.kernels import choose_attention
 from pixelrag.models.load import quiet
 from pixelrag.models.lora import with_adapters
+from pixelrag.models.passage_attention import require_observable
 from pixelrag.models.prompt_text import PromptText
 from pixelrag.models.settings import load_image_processor
 from pixelrag.models.source import ADAPTER_FILE, ModelSource, as_model_error, resolve_source
@@ -43,6 +44,7 @@ def load_generator(
     dtype: torch.dtype = torch.float32,
     half_precision: bool = False,
     seed: int = 0,
+    observed: bool = False,
 ) -> tuple[Generator, GeneratorPreprocessor]:
     """Load what `generator` and `generator_lora` describe, on the CPU, in training mode.
 
@@ -52,6 +54,7 @@ def load_generator(
         dtype: of the weights; float64 holds the very numbers of float32.
         half_precision: the engine will compute in bf16.
         seed: for fresh weights (`random_init`, adapters); the global generators are left alone.
+        observed: its attention will be asked for (`Generator.attend`).
 
     Raises:
         ModelError: the model is not there, lacks weights, or does not fit what is asked of it.
@@ -66,7 +69,7 @@ def load_generator(
         )
     with torch.random.fork_rng(devices=[]), quiet():
         torch.random.default_generator.manual_seed(seed)
-        model = _load_model(config, base, dtype, half_precision)
+        model = _load_model(config, base, dtype, half_precision, observed)
         preprocessor = _preprocessor(config, base, model)
         is_seq2seq = model.config.is_encoder_decoder
         lm = with_adapters(
@@ -91,8 +94,11 @@ def load_generator(
     return generator.train(), preprocessor
 
 
-def read_prompts(config: GeneratorConfig) -> GeneratorPreprocessor:
+def read_prompts(config: GeneratorConfig, *, observed: bool = False) -> GeneratorPreprocessor:
     """What builds the generator's prompts, from its small files alone: no weights.
+
+    Args:
+        config, observed: as for `load_generator`.
 
     Raises:
         ModelError: they are not there, or do not fit what is asked of them.
@@ -101,7 +107,7 @@ def read_prompts(config: GeneratorConfig) -> GeneratorPreprocessor:
     base, _ = _base_of(source)
     with quiet():
         model_config = _read_config(config, base)
-        _classes(model_config, base, config.trust_remote_code)
+        _classes(model_config, base, config.trust_remote_code, observed)
         return _preprocessor(config, base, SimpleNamespace(config=model_config))
 
 
@@ -123,11 +129,15 @@ def _read_config(config: GeneratorConfig, source: ModelSource) -> Any:
 
 
 def _load_model(
-    config: GeneratorConfig, source: ModelSource, dtype: torch.dtype, half_precision: bool
+    config: GeneratorConfig,
+    source: ModelSource,
+    dtype: torch.dtype,
+    half_precision: bool,
+    observed: bool,
 ) -> PreTrainedModel:
     trust: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     model_config = _read_config(config, source)
-    loader, model_class = _classes(model_config, source, config.trust_remote_code)
+    loader, model_class = _classes(model_config, source, config.trust_remote_code, observed)
     options = trust | {
         "dtype": torch.float32 if dtype == torch.float64 else dtype,
         "attn_implementation": choose_attention(
@@ -150,7 +160,9 @@ def _load_model(
     return model
 
 
-def _classes(config: Any, source: ModelSource, trusted: bool) -> tuple[Any, type | None]:
+def _classes(
+    config: Any, source: ModelSource, trusted: bool, observed: bool
+) -> tuple[Any, type | None]:
     """What loads the model, and the class it will be where that is known."""
     if config.model_type == "qwen3_vl":
         return Qwen3VLForConditionalGeneration, Qwen3VLForConditionalGeneration
@@ -168,6 +180,8 @@ def _classes(config: Any, source: ModelSource, trusted: bool) -> tuple[Any, type
             f"{source.name} is of the kind {config.model_type}, which transformers does not know "
             "as a model that writes text; give one such as BART, T5, Qwen3 or Qwen3-VL"
         )
+    if observed:
+        require_observable(model_class, source.name)
     return (AutoModelForSeq2SeqLM if seq2seq else AutoModelForCausalLM), model_class
 
 

@@ -16,7 +16,7 @@ import torch
 from pixelrag.errors import DataError
 from pixelrag.models.images import fit_image
 from pixelrag.models.preprocess import Batch
-from pixelrag.models.prompt_text import PromptText
+from pixelrag.models.prompt_text import IMAGE_PAD, PromptText
 
 
 class Readable(Protocol):
@@ -78,16 +78,41 @@ class GeneratorPreprocessor:
         return self.prompts(questions, passages, names) | self.targets(targets, names)
 
     def prompts(
-        self, questions: Sequence[str], passages: Sequence[Readable], names: Sequence[str]
+        self,
+        questions: Sequence[str],
+        passages: Sequence[Readable],
+        names: Sequence[str],
+        *,
+        mark: bool = False,
     ) -> Batch:
-        """The prompts of `pairs` alone, for writing answers."""
+        """The prompts of `pairs` alone, for writing answers.
+
+        With ``mark`` also `passage_mask` [N, P], for `Generator.attend` of a decoder: 1 for tokens
+        of the passage (its title and its text, or its image).
+        """
         entries = list(zip(questions, passages, names, strict=True))
         if self.has_vision and any(passage.image is not None for _, passage, _ in entries):
-            return self._with_images(entries)
-        batch = self._pad([self._prompt(*entry) for entry in entries], left=True)
-        if self.has_vision:
-            batch["num_images"] = torch.zeros(len(entries), dtype=torch.int64)
+            batch = self._with_images(entries)
+        else:
+            batch = self._pad([self._prompt(*entry) for entry in entries], left=True)
+            if self.has_vision:
+                batch["num_images"] = torch.zeros(len(entries), dtype=torch.int64)
+        if mark:
+            batch["passage_mask"] = self._marks(entries, batch["input_ids"])
         return batch
+
+    def _marks(
+        self, entries: Sequence[tuple[str, Readable, str]], ids_NP: torch.Tensor
+    ) -> torch.Tensor:
+        marks_NP = torch.zeros_like(ids_NP)
+        for row, (question, passage, name) in enumerate(entries):
+            if passage.image is not None:
+                pad = self.tokenizer.convert_tokens_to_ids(IMAGE_PAD)
+                marks_NP[row] = ids_NP[row] == pad
+                continue
+            _, mask = self.text.marked_prompt(question, passage.title, passage.text, name)
+            marks_NP[row, ids_NP.shape[1] - len(mask) :] = torch.tensor(mask)
+        return marks_NP
 
     def joint(
         self,

@@ -6,6 +6,7 @@ in the question, never in the answer. A text that spells a special token is read
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from datetime import datetime
@@ -23,7 +24,7 @@ CHAT_TEMPLATE = (
 CAUSAL_TEMPLATE = CHAT_TEMPLATE.replace("Answer in a few words.", "Answer:")
 
 _PLACES = re.compile(r"\{(question|title|passage)\}")
-_IMAGE_PAD, _IMAGE_START, _IMAGE_END = "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"
+IMAGE_PAD, _IMAGE_START, _IMAGE_END = "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"
 # Stands for the user's message while the chat template is rendered.
 _MESSAGE = "\ue000"
 
@@ -102,6 +103,32 @@ class PromptText:
         Raises:
             DataError: the question alone does not fit; names the sample.
         """
+        return self._cut(question, title, text, name)[0]
+
+    def marked_prompt(
+        self, question: str, title: str, text: str, name: str
+    ) -> tuple[list[int], list[int]]:
+        """`prompt`, and 1 for each of its tokens that holds a part of the passage or its title."""
+        ids, title, text = self._cut(question, title, text, name)
+        values = {"question": question, "title": title, "passage": text}
+        pieces, places = _filled(self.template, values), _PLACES.findall(self.template)
+        owns = [i % 2 == 1 and places[i // 2] != "question" for i in range(len(pieces))]
+        if self._spells_special(values):
+            inside = [self._plain(p) if i % 2 else self._special(p) for i, p in enumerate(pieces)]
+            mask = [int(own) for tokens, own in zip(inside, owns, strict=True) for _ in tokens]
+            front = len(self._special(self._before) if self.in_chat else self._first)
+            return ids, [0] * front + mask + [0] * (len(ids) - front - len(mask))
+        starts = itertools.accumulate(map(len, pieces), initial=len(self._before))
+        spans = [(a, a + len(p)) for a, p, own in zip(starts, pieces, owns, strict=False) if own]
+        offsets = self.tokenizer(
+            self._before + "".join(pieces) + self._after,
+            add_special_tokens=not self.in_chat,
+            return_offsets_mapping=True,
+            verbose=False,
+        )["offset_mapping"]
+        return ids, [int(any(a < end and start < b for a, b in spans)) for start, end in offsets]
+
+    def _cut(self, question: str, title: str, text: str, name: str) -> tuple[list[int], str, str]:
         ids = self._encode(question, title, text)
         most = self.prompt_max_length
         while len(ids) > most and (text or title):
@@ -116,7 +143,7 @@ class PromptText:
                 f"{name}: the question {question[:40]!r} takes {len(ids)} tokens with the template "
                 f"and no passage, but generator.prompt_max_length is {most}; raise it"
             )
-        return ids
+        return ids, title, text
 
     def image_prompt(
         self, question: str, title: str, image: object, num_tokens: int, name: str
@@ -131,7 +158,7 @@ class PromptText:
         ids = self._wrapped(
             [
                 *self._plain("".join(_filled(head, values))),
-                *self._special(_IMAGE_START + _IMAGE_PAD * num_tokens + _IMAGE_END),
+                *self._special(_IMAGE_START + IMAGE_PAD * num_tokens + _IMAGE_END),
                 *self._plain("".join(_filled(tail, values))),
             ]
         )
@@ -160,11 +187,14 @@ class PromptText:
     def _encode(self, question: str, title: str, text: str) -> list[int]:
         values = {"question": question, "title": title, "passage": text}
         pieces = _filled(self.template, values)
-        if not any(token in value for value in values.values() for token in self._added):
+        if not self._spells_special(values):
             whole = self._before + "".join(pieces) + self._after
             return list(self._ids(whole, add_special_tokens=not self.in_chat))
         inside = [self._plain(p) if i % 2 else self._special(p) for i, p in enumerate(pieces)]
         return self._wrapped([token for ids in inside for token in ids])
+
+    def _spells_special(self, values: Mapping[str, str]) -> bool:
+        return any(token in value for value in values.values() for token in self._added)
 
     def _wrapped(self, ids: list[int]) -> list[int]:
         """A message's tokens with what goes around them."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
+from pixelrag.losses.rag_objective import Vocabulary
 from pixelrag.losses.temperature import LogitScale
 
 PARTS = ("question", "document", "generator")
@@ -19,8 +21,11 @@ _PART_OF = {
     "document": "document",
     "generator": "generator",
     "reading": "generator",
+    "attention": "generator",
     "write": "generator",
 }
+# What a loss takes gradients of; the other roles are read as constants.
+_LEARNS = ("query", "document", "generator")
 
 
 class RagModel(nn.Module):
@@ -36,6 +41,8 @@ class RagModel(nn.Module):
         train: parts of `PARTS` to train; with one shared encoder, both of its names or neither.
         temperature: initial temperature of the scores.
         learnable_temperature: whether it is trained.
+        vocabulary: what the role ``generator`` tells beside the targets' log-probabilities, see
+            `pixelrag.models.token_scores`.
 
     Attributes:
         trained: roles whose forward passes have something to train.
@@ -53,6 +60,7 @@ class RagModel(nn.Module):
         train: Collection[str] = PARTS,
         temperature: float = 1.0,
         learnable_temperature: bool = False,
+        vocabulary: Vocabulary = "none",
     ) -> None:
         super().__init__()
         unknown = set(train) - set(PARTS)
@@ -64,13 +72,14 @@ class RagModel(nn.Module):
         self.document_encoder = document_encoder
         self.generator = generator
         self.logit_scale = LogitScale(temperature, learnable=learnable_temperature)
+        self._vocabulary = vocabulary
         self._frozen = [self.part(name) for name in PARTS if name not in train]
         for part in self._frozen:
             part.requires_grad_(False)
         self.trained = tuple(
             role
-            for role, part in _PART_OF.items()
-            if any(p.requires_grad for p in self.part(part).parameters())
+            for role in _LEARNS
+            if any(p.requires_grad for p in self.part(_PART_OF[role]).parameters())
         )
         self.train()
 
@@ -96,7 +105,7 @@ class RagModel(nn.Module):
         return self
 
     def forward(
-        self, role: str, *, touch_vision: bool = False, **inputs: torch.Tensor
+        self, role: str, *, touch_vision: bool = False, **inputs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``(output, log_scale_1)``.
 
@@ -105,8 +114,10 @@ class RagModel(nn.Module):
 
         Args:
             role: ``query`` and ``document`` give [B, D]; ``generator`` gives the log-probabilities
-                [N, T] of answers; ``reading`` the same in eval mode; ``write`` token ids of
-                answers, see `Generator.write` for its arguments.
+                [N, T] of answers, and what `vocabulary` adds to them; ``reading`` the former alone,
+                in eval mode; ``attention`` how much each passage is looked at meanwhile, [N, K] or
+                [N, 1], see `Generator.attend`; ``write`` token ids of answers, see
+                `Generator.write` for its arguments.
             touch_vision: see `pixelrag.models.vision_touch`.
             inputs: of the part that the role runs through.
         """
@@ -114,9 +125,14 @@ class RagModel(nn.Module):
             raise ValueError(f"role: got {role!r}, expected one of {', '.join(_PART_OF)}")
         part = self.part(_PART_OF[role])
         if role == "write":
-            return part.write(**inputs), self.logit_scale()
-        with _evaluating(part) if role == "reading" else contextlib.nullcontext():
-            return part(touch_vision=touch_vision, **inputs), self.logit_scale()
+            return part.write(touch_vision=touch_vision, **inputs), self.logit_scale()
+        if role in ("reading", "attention"):
+            look = part if role == "reading" else part.attend
+            with _evaluating(part):
+                return look(touch_vision=touch_vision, **inputs), self.logit_scale()
+        if role == "generator" and self._vocabulary != "none":
+            inputs["vocabulary"] = self._vocabulary
+        return part(touch_vision=touch_vision, **inputs), self.logit_scale()
 
     def blocks(self) -> list[nn.Module]:
         """The units to shard, of all parts."""

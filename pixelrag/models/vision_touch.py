@@ -57,11 +57,12 @@ class VisionTouch:
         if not self.armed:
             return None
         embeds_BTD = kwargs["inputs_embeds"]
-        return args, kwargs | {"inputs_embeds": _Tie.apply(embeds_BTD, *self._run(embeds_BTD))}
+        outputs = self.run(embeds_BTD.device)
+        return args, kwargs | {"inputs_embeds": _Tie.apply(embeds_BTD, *outputs)}
 
-    def _run(self, embeds_BTD: torch.Tensor) -> list[torch.Tensor]:
+    def run(self, device: torch.device) -> list[torch.Tensor]:
         """All outputs of the tower (tokens and deepstack features) for one blank block."""
-        device, side = embeds_BTD.device, self.merge_size
+        side = self.merge_size
         patches = torch.zeros(side * side, self.patch_values, device=device)
         grid = torch.tensor([[1, side, side]], device=device)
         cuda = [device] if device.type == "cuda" else []

@@ -90,14 +90,14 @@ class Coordinator:
 
     def _seal(self, spec: RefreshSpec, weights: str) -> None:
         """Delete what was made from another spec or snapshot."""
-        seal = spec.seal(weights)
-        if read_json(self.work / files.SEALED) == {"seal": seal}:
-            return
-        keep = {files.SPEC, files.WEIGHTS}
-        for file in (*self.work.glob("shard-*.npy"), *self.part.iterdir()):
-            if file.is_file() and file.name not in keep:
-                file.unlink()
-        write_json(self.work / files.SEALED, {"seal": seal})
+        seal = {"seal": spec.seal(weights)}
+        before = self.work / files.SEALED_BEFORE
+        if seal not in (read_json(self.work / files.SEALED), read_json(before)):
+            for file in (*self.work.glob("shard-*.npy"), *self.part.iterdir()):
+                if file.is_file():
+                    file.unlink()
+        write_json(self.work / files.SEALED, seal)
+        before.unlink(missing_ok=True)
 
     def _encode(self, spec: RefreshSpec) -> None:
         missing = self._missing(spec)

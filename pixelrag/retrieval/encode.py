@@ -66,8 +66,7 @@ def encode(
             chosen = mine[call] if call < len(mine) else batches[0]
             with together():
                 inputs = prepare([items[i] for i in chosen])
-            has_images = inputs.get("pixel_values") is not None
-            touch = any(row[0] for row in exchange([int(has_images)])) and not has_images
+            touch = must_touch(inputs)
             inputs = {key: value.to(engine.device) for key, value in inputs.items()}
             embedding_BD, *_ = engine(role, touch_vision=touch, **inputs)
             if call < len(mine):
@@ -81,6 +80,12 @@ def encode(
     ordered = torch.empty_like(gathered)
     ordered[torch.tensor(positions)] = gathered
     return ordered
+
+
+def must_touch(inputs: Inputs) -> bool:
+    """Whether other ranks have images and this one has none; a collective, once a forward."""
+    has_images = inputs.get("pixel_values") is not None
+    return any(row[0] for row in exchange([int(has_images)])) and not has_images
 
 
 def _gather_uneven(engine: Encoder, own_MD: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,9 @@ to the workers, the generation in use stays as it is.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import subprocess
 import time
 from collections.abc import Callable
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pixelrag.errors import IndexError_, PixelragError
+from pixelrag.retrieval import durable
 from pixelrag.retrieval import refresh_spec as files
 from pixelrag.retrieval.background import end, last_words, launch
 from pixelrag.retrieval.coordinator import PERMANENT
@@ -94,6 +97,10 @@ class Refresher:
         self._status = Status("snapshot", number, step)
         work = self._generations.part(number) / WORK
         work.mkdir(parents=True, exist_ok=True)
+        # A spec vouches for the snapshot beside it, a seal for both: `resume` relies on that.
+        (work / files.SPEC).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(work / files.SEALED, work / files.SEALED_BEFORE)
         return work
 
     def start(
@@ -127,6 +134,12 @@ class Refresher:
             self._attempt_failed(str(error), permanent=True)  # the snapshot is lost with it
             return
         self._launch()
+
+    def secure(self) -> None:
+        """Force the snapshot in flight onto the disk, for a checkpoint will count on it."""
+        weights = self._generations.part(self._status.generation) / WORK / files.WEIGHTS
+        if self._status.busy and weights.exists():
+            durable.fsync(weights)
 
     def resume(self, step: int) -> bool:
         """Go on with what an earlier process of this run left; whether there was something.
@@ -163,11 +176,10 @@ class Refresher:
             if (part / MANIFEST).exists():
                 return self._generations.manifest_of_part(number).step
             spec = RefreshSpec.read(part / WORK)
-            if spec.seal(files.weights_hash(part / WORK)) != (
-                read_json(part / WORK / files.SEALED) or {}
-            ).get("seal"):
-                return None  # torn by the machine's death, or never looked at
-            return spec.step
+            seal = spec.seal(files.weights_hash(part / WORK))
+            sealed = read_json(part / WORK / files.SEALED)
+            # Without a seal no coordinator has looked at it yet; with another it is torn.
+            return spec.step if sealed in (None, {"seal": seal}) else None
         except IndexError_:
             return None
 

@@ -2,10 +2,11 @@
 
 Files in `gen-<n>.part/work/`:
 
-spec.json                this, by the trainer
+spec.json                this, by the trainer, when the snapshot is whole; gone before the next one
 weights.safetensors      the document encoder's snapshot, by the trainer
 training.npz             some passages' rows, and their vectors as the training makes them
 sealed.json              hash of the two, by the coordinator; what is made belongs to this hash
+sealed-before.json       that of an earlier snapshot, whose shards may still be of use
 shard-<i>.npy            vectors of `shard_rows` passages, by encoding workers
 built.json               why the index was not built on the GPU; whose vectors were used again
 validation.json          figures, by the validating worker
@@ -30,6 +31,7 @@ SPEC = "spec.json"
 WEIGHTS = "weights.safetensors"
 TRAINING = "training.npz"
 SEALED = "sealed.json"
+SEALED_BEFORE = "sealed-before.json"
 STATE = "state.json"
 FAILED = "failed.json"
 BUILT = "built.json"

@@ -109,7 +109,25 @@ def score_error(
     return float(np.abs(stored_Qk - fresh_Qk)[found].max() / np.abs(fresh_Qk[found]).max())
 
 
-def distinct_share(hits: Hits) -> float:
-    """Distinct passages among all hits of a batch, over as many as there could be."""
-    found = hits.rows_Qk[hits.found_Qk]
-    return len(np.unique(found)) / len(found) if len(found) else 0.0
+def distinct_share(rows_Qk: np.ndarray, num_passages: int) -> float:
+    """Distinct passages among all hits of a batch, over as many as there could be.
+
+    Args:
+        rows_Qk: int64, what each question found; -1 where nothing was.
+        num_passages: of the knowledge base.
+    """
+    found = rows_Qk[rows_Qk >= 0]
+    possible = min(len(found), num_passages)
+    return len(np.unique(found)) / possible if possible else 0.0
+
+
+def has_collapsed(rows_Qk: np.ndarray, num_passages: int) -> bool:
+    """Whether the questions of a batch all find the same few passages, whatever they ask.
+
+    They do where one question alone finds as many as all of them, or all of them less than a tenth
+    of what they could. Of few questions or passages nothing can be said.
+    """
+    found = rows_Qk[rows_Qk >= 0]
+    most = int((rows_Qk >= 0).sum(axis=1).max(initial=0))
+    possible = min(len(found), num_passages)
+    return possible >= 4 * most > 0 and len(np.unique(found)) <= max(most, possible // 10)

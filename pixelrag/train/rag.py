@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pixelrag.config.rag import RagConfig
-from pixelrag.data.questions import Question
+from pixelrag.data.questions import Question, with_answer
 from pixelrag.data.sampler import GlobalBatchSampler
 from pixelrag.distributed.collectives import from_main
 from pixelrag.distributed.env import World
@@ -19,7 +19,6 @@ from pixelrag.distributed.together import together
 from pixelrag.errors import CheckpointError
 from pixelrag.export.rag import export_rag
 from pixelrag.gradcache.rag import rag_step
-from pixelrag.losses.rag_objective import RagObjective
 from pixelrag.losses.temperature import scale_from_log
 from pixelrag.retrieval.ray_config import on_ray
 from pixelrag.train.job import (
@@ -162,15 +161,7 @@ class RagTask:
         self._sampler = sampler
         self._parts = build_parts(config)
         self._container = self._parts.container
-        loss = config.loss
-        self._objective = RagObjective(
-            answer=loss.answer,
-            retriever=loss.retriever,
-            retriever_weight=loss.retriever_weight,
-            reader_temperature=loss.reader_temperature,
-            exclude_bos=loss.exclude_bos,
-            contrastive_weight=loss.contrastive_weight,
-        )
+        self._objective = self._parts.objective
         with together():
             check_rows(config, data, self._parts)
         load_start(checkpoint, config, self._container)
@@ -179,7 +170,7 @@ class RagTask:
             with together():
                 load_optimizer(checkpoint, self.engine)
         self._retriever = Retriever(config, data.passages, self._parts)
-        self._collator = RagCollator(config, data.passages, self._parts, self._objective)
+        self._collator = RagCollator(config, data.passages, self._parts)
         self._evaluator = None
         if data.held_out:
             self._evaluator = RagEvaluator(
@@ -187,8 +178,9 @@ class RagTask:
             )
         self._step = 0 if state is None else state.step
         self._consumed = sampler.position
-        self._scale = 1.0 / loss.temperature
+        self._scale = 1.0 / config.loss.temperature
         self._looked: dict[str, float] = {}
+        self._collapsed = False
         self._knowledge = KnowledgeBase(
             config, world, data.passages, self._parts, self.engine, self._retriever
         )
@@ -199,8 +191,11 @@ class RagTask:
         share, extra = divmod(len(rows), self.engine.world_size)
         rank = self.engine.rank
         start = rank * share + min(rank, extra)
-        self._consumed += 1
         questions = [self._data.questions[row] for row in rows]
+        if self._config.data.answers == "sample":
+            key = self._config.seed, self._consumed // self._sampler.batches_per_epoch
+            questions = [with_answer(q, *key, row) for q, row in zip(questions, rows, strict=True)]
+        self._consumed += 1
         return QuestionBatch(questions, slice(start, start + share + (rank < extra)))
 
     def sample_ids(self, batch: QuestionBatch) -> list[str]:
@@ -216,6 +211,14 @@ class RagTask:
             batch.own,
             self._config.retrieval.k,
         )
+        if found.collapsed and not self._collapsed:
+            logger.warning(
+                "step %d: whatever the %d questions ask, they find the same few passages "
+                "(index/distinct_share %.3f): retrieval has collapsed. Lower optim.learning_rate, "
+                "raise loss.temperature, or begin with encoders that were trained to retrieve",
+                self._step, len(batch.questions), found.distinct_share,
+            )  # fmt: skip
+        self._collapsed = found.collapsed
         own = batch.questions[batch.own]
         with together():
             # A rank without questions brings one that does not count: forwards are collectives.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from pixelrag.data.questions import Question, QuestionDataset
 from pixelrag.distributed.collectives import from_main
 from pixelrag.distributed.together import together
 from pixelrag.errors import ConfigError, DataError, ModelError
+from pixelrag.losses.rag_objective import RagObjective
 from pixelrag.models.embedder import Embedder
 from pixelrag.models.generator_load import load_generator
 from pixelrag.models.generator_prompt import GeneratorPreprocessor
@@ -23,6 +25,8 @@ from pixelrag.models.load import load_embedder
 from pixelrag.models.preprocess import Preprocessor
 from pixelrag.models.rag import RagModel
 from pixelrag.retrieval import reopen
+
+logger = logging.getLogger("pixelrag")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +40,10 @@ class RagData:
 
 @dataclass(frozen=True, slots=True)
 class RagParts:
-    """The container and what makes inputs for each of its parts."""
+    """The container, its loss, and what makes inputs for each of its parts."""
 
     container: RagModel
+    objective: RagObjective
     queries: Preprocessor
     documents: Preprocessor
     generator: GeneratorPreprocessor
@@ -119,6 +124,7 @@ def build_parts(config: RagConfig) -> RagParts:
             dtype=_dtype(bf16, lora.enabled or "generator" not in config.train),
             half_precision=bf16,
             seed=config.seed,
+            observed=config.loss.retriever == "adist",
         )
         if query_encoder.embedding_dim != (document_encoder or query_encoder).embedding_dim:
             raise ModelError(
@@ -126,6 +132,18 @@ def build_parts(config: RagConfig) -> RagParts:
                 f"document_encoder of {document_encoder.embedding_dim}; they must be of one kind"
             )
         check_generator(config, prompts)
+        objective = RagObjective(
+            **config.loss.model_dump(exclude={"temperature", "learnable_temperature"}),
+            vocab_size=generator.vocab_size,
+        )
+        if objective.vocabulary == "all":
+            pairs = config.batch.per_device_batch_size * config.retrieval.k
+            size = pairs * prompts.text.target_max_length * objective.vocab_size * 4 / 2**30
+            logger.info(
+                "loss.label_smoothing with rag_token keeps the whole vocabulary's probabilities of "
+                "%d answers: up to %.1f GiB, a few times over. rag_sequence and fid do not",
+                pairs, size,
+            )  # fmt: skip
         container = RagModel(
             query_encoder,
             document_encoder,
@@ -133,8 +151,9 @@ def build_parts(config: RagConfig) -> RagParts:
             train=config.train,
             temperature=config.loss.temperature,
             learnable_temperature=config.loss.learnable_temperature,
+            vocabulary=objective.vocabulary,
         )
-    return RagParts(container, queries, documents, prompts)
+    return RagParts(container, objective, queries, documents, prompts)
 
 
 def load_document_encoder(config: RagConfig) -> tuple[Embedder, Preprocessor]:
@@ -158,7 +177,7 @@ def check_rows(config: RagConfig, data: RagData, parts: RagParts) -> None:
     Raises:
         DataError: names the first row.
     """
-    check_lengths(data, parts.generator)
+    check_lengths(config, data, parts.generator)
     if data.passages.has_images:
         for section, reads in (
             ("document_encoder", parts.documents.has_vision),
@@ -171,14 +190,16 @@ def check_rows(config: RagConfig, data: RagData, parts: RagParts) -> None:
                 )
 
 
-def check_lengths(data: RagData, prompts: GeneratorPreprocessor) -> None:
+def check_lengths(config: RagConfig, data: RagData, prompts: GeneratorPreprocessor) -> None:
     """Refuse questions, and answers to train on, that do not fit whole.
 
     Raises:
         DataError: names the first row.
     """
     for question in data.questions:
-        prompts.check(question.text, question.answers[0], question.sample_id)
+        used = question.answers if config.data.answers == "sample" else question.answers[:1]
+        for answer in used:
+            prompts.check(question.text, answer, question.sample_id)
     for question in data.held_out or ():
         # Its answers are compared, never read.
         prompts.check(question.text, "", question.sample_id)

@@ -21,6 +21,7 @@ from pixelrag.evaluate.ranking import summarize
 from pixelrag.losses.rag_marginal import document_log_prior
 from pixelrag.losses.temperature import scale_from_log
 from pixelrag.models.preprocess import Batch
+from pixelrag.retrieval.encode import must_touch
 from pixelrag.retrieval.hits import exact_search
 from pixelrag.train.rag_data import RagParts
 from pixelrag.train.rag_index import KnowledgeBase
@@ -203,17 +204,18 @@ class RagEvaluator:
         self, engine: Engine, inputs: Batch, found: list[list[int]], scores: list[list[float]]
     ) -> list[str]:
         prompt = self._parts.generator
+        touch = must_touch(inputs)
         inputs = {key: value.to(engine.device) for key, value in inputs.items()}
         end, pad = prompt.tokenizer.eos_token_id, prompt.tokenizer.pad_token_id
         tokens, log_scale = engine(
-            "write", max_new_tokens=prompt.text.target_max_length,
+            "write", touch_vision=touch, max_new_tokens=prompt.text.target_max_length,
             end_token_id=end, pad_token_id=pad, **inputs,
         )  # fmt: skip
         texts = prompt.texts(tokens.cpu())
         if self._fused:
             return texts
         targets = _as_targets(tokens, end, pad, started=prompt.text.is_seq2seq)
-        log_probs_NT, _ = engine("generator", **inputs, **targets)
+        log_probs_NT, _ = engine("reading", touch_vision=touch, **inputs, **targets)
         scale = float(scale_from_log(log_scale))
         chosen, first = [], 0
         for rows, own in zip(found, scores, strict=False):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,11 @@ from pixelrag.retrieval.elsewhere import IndexElsewhere
 from pixelrag.retrieval.generation import Generation
 from pixelrag.retrieval.generations import Generations
 from pixelrag.retrieval.refresh import Refresher
+from pixelrag.retrieval.refresh_spec import read_json
 from pixelrag.retrieval.snapshot import hand_over
 from pixelrag.retrieval.staleness import Trigger, drift, probe_rows, top_k_overlap
 from pixelrag.retrieval.switch import Switch
+from pixelrag.train.checkpoint import list_checkpoints
 from pixelrag.train.rag_data import RagParts
 from pixelrag.train.rag_recipe import (
     encoder_fingerprints,
@@ -120,8 +123,8 @@ class KnowledgeBase:
         )
         self._trigger = Trigger(refresh.every_steps, refresh.trigger, refresh.drift_threshold)
         self._probes = probe_rows(len(passages), refresh.drift_probes, config.seed)
-        # Of the checkpoints that are kept, and the one about to be written.
-        self._pins: deque[int] = deque(maxlen=config.checkpoint.keep_last + 1)
+        # Of the checkpoint about to be written, and the one that may not be on the disk yet.
+        self._pins: deque[int] = deque(maxlen=2)
 
     @property
     def generation(self) -> Generation:
@@ -192,9 +195,18 @@ class KnowledgeBase:
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint; keeps the generation in use on the disk as long as it may be needed."""
-        self._pins.append(self.switch.number)
-        self.switch.pin(tuple(self._pins))
+        if self._refresher is not None:
+            self._refresher.secure()
+            self._pins.append(self.switch.number)
+            self.switch.pin((*self._pins, *self._named_by_checkpoints()))
         return self.switch.state_dict()
+
+    def _named_by_checkpoints(self) -> Iterator[int]:
+        """Generations that the checkpoints on the disk go on with, however long these are kept."""
+        for _, folder in list_checkpoints(Path(self._config.output_dir)):
+            state = read_json(folder / "state.json") or {}
+            index = state.get("position", {}).get("index", {})
+            yield index.get("generation", 0)
 
     def finish(self, step: int) -> None:
         """At the end of the run: wait for the refresh in flight where that is wanted."""

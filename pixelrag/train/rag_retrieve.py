@@ -11,18 +11,17 @@ import torch
 from pixelrag.config.rag import RagConfig
 from pixelrag.data.passages import PassageStore
 from pixelrag.data.questions import Question
-from pixelrag.distributed.collectives import gather_objects
+from pixelrag.distributed.collectives import exchange, gather_objects
 from pixelrag.distributed.together import together
 from pixelrag.engine.base import Engine
 from pixelrag.evaluate.pairs import document_length
 from pixelrag.gradcache.rag_batch import RagBatch
-from pixelrag.losses.rag_objective import RagObjective
 from pixelrag.retrieval.document_encoder import passage_document
 from pixelrag.retrieval.encode import encode
 from pixelrag.retrieval.generation import Generation
 from pixelrag.retrieval.hits import Hits
 from pixelrag.retrieval.sharded import sharded_search
-from pixelrag.retrieval.staleness import distinct_share, score_error
+from pixelrag.retrieval.staleness import distinct_share, has_collapsed, score_error
 from pixelrag.train.rag_data import RagParts
 
 
@@ -33,13 +32,16 @@ class Retrieved:
     Attributes:
         rows: passages of each question, best first.
         scores: inner products by which they are ordered, [Q] lists.
-        distinct_share: distinct passages among all that were found.
+        distinct_share: distinct passages among all that all ranks' questions found, over as many
+            as there could be.
+        collapsed: whether these are so few that the encoders tell questions apart no longer.
         score_error: relative difference of stored and fresh scores; None without re-ranking.
     """
 
     rows: list[list[int]]
     scores: list[list[float]]
     distinct_share: float
+    collapsed: bool
     score_error: float | None
 
 
@@ -80,11 +82,14 @@ class Retriever:
         vectors_QD = self.queries(engine, questions)
         num_hits = max(k, self._over_retrieve or k)
         hits = self._search(engine, generation, vectors_QD[own], num_hits)
-        share = distinct_share(hits)
-        if self._over_retrieve is None:
-            return Retrieved(*_listed(hits, k), share, None)
-        fresh, error = self._reranked(engine, generation, hits, vectors_QD[own])
-        return Retrieved(*_listed(fresh, k), share, error)
+        error = None
+        if self._over_retrieve is not None:
+            hits, error = self._reranked(engine, generation, hits, vectors_QD[own])
+        rows, scores = _listed(hits, k)
+        everyone_Qk = _of_all_ranks(rows, -(-len(questions) // engine.world_size), k)
+        share = distinct_share(everyone_Qk, len(self._passages))
+        collapsed = has_collapsed(everyone_Qk, len(self._passages))
+        return Retrieved(rows, scores, share, collapsed, error)
 
     def queries(self, engine: Engine, questions: Sequence[str]) -> np.ndarray:
         """Questions encoded as the training does it now, float32 [n, D]; a collective."""
@@ -129,6 +134,14 @@ class Retriever:
         )
 
 
+def _of_all_ranks(rows: list[list[int]], most: int, k: int) -> np.ndarray:
+    """What all questions found, [up to ranks * most, k], -1 where nothing was; a collective."""
+    own = np.full((most, k), -1)
+    for place, found in enumerate(rows):
+        own[place, : len(found)] = found
+    return np.array(exchange(own.ravel().tolist())).reshape(-1, k)
+
+
 def _listed(hits: Hits, k: int) -> tuple[list[list[int]], list[list[float]]]:
     found = hits.found_Qk
     rows = [r[f][:k].tolist() for r, f in zip(hits.rows_Qk, found, strict=True)]
@@ -145,22 +158,15 @@ class RagCollator:
     Args:
         config: the job's configuration.
         passages: the knowledge base.
-        parts: what makes inputs.
-        objective: decides what is read.
+        parts: what makes inputs, and the loss, which decides what is read.
     """
 
-    def __init__(
-        self,
-        config: RagConfig,
-        passages: PassageStore,
-        parts: RagParts,
-        objective: RagObjective,
-    ) -> None:
+    def __init__(self, config: RagConfig, passages: PassageStore, parts: RagParts) -> None:
         self._k = config.retrieval.k
         self._template = config.knowledge_base.template
         self._passages = passages
         self._parts = parts
-        self._objective = objective
+        self._objective = parts.objective
 
     def __call__(
         self, questions: Sequence[Question], rows: Sequence[Sequence[int]], num_real: int
@@ -211,27 +217,37 @@ class RagCollator:
         )
 
     def _generator_inputs(self, questions, rows, pairs, read, targets):
-        """Inputs that the generator learns from, and those that it only scores."""
+        """Inputs that the generator learns from, and those that it only reads."""
         asked = pairs or [(0, 0)]
         passages = [read[rows[b][k]] if pairs else next(iter(read.values())) for b, k in asked]
         texts = [questions[b].text for b, _ in asked]
         names = [questions[b].sample_id for b, _ in asked]
         of_pair = torch.tensor([b for b, _ in asked])
         pair_targets = {key: value[of_pair] for key, value in targets.items()}
-        prompt = self._parts.generator
-        if self._objective.answer != "fid":
-            return prompt.prompts(texts, passages, names) | pair_targets, None
-        padded = [self._padded([read[row] for row in found]) for found in rows]
-        joint = prompt.joint([q.text for q in questions], padded, [q.sample_id for q in questions])
-        if self._objective.leaves_out:
+        prompt, objective = self._parts.generator, self._objective
+
+        def apart(*, mark: bool = False) -> dict[str, torch.Tensor]:
+            return prompt.prompts(texts, passages, names, mark=mark) | pair_targets
+
+        def joint() -> dict[str, torch.Tensor]:
+            all_found = [self._padded([read[row] for row in found]) for found in rows]
+            everyone = [q.text for q in questions], all_found, [q.sample_id for q in questions]
+            return prompt.joint(*everyone) | targets
+
+        fused = objective.answer == "fid"
+        learned = joint() if fused else apart()
+        if objective.leaves_out:
             left = [
                 self._padded([read[row] for j, row in enumerate(rows[b]) if j != k])
                 for b, k in asked
             ]
-            apart = prompt.joint(texts, left, names)
-        else:
-            apart = prompt.prompts(texts, passages, names)
-        return joint | targets, apart | pair_targets
+            return learned, prompt.joint(texts, left, names) | pair_targets
+        if objective.watches and prompt.text.is_seq2seq:
+            # The passages share one soft-max of the decoder's attention.
+            return learned, learned if fused else joint()
+        if objective.watches:
+            return learned, apart(mark=True)
+        return learned, apart() if objective.reads_apart else None
 
     def _padded(self, passages: list) -> list:
         return passages + [None] * (self._k - len(passages))

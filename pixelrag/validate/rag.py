@@ -35,11 +35,11 @@ def check(config: RagConfig) -> int:
             if sets[name].report.bad and config.data.bad_rows == "error":
                 codes.append(DataError.exit_code)
     try:
-        prompts = read_prompts(config.generator)
+        prompts = read_prompts(config.generator, observed=config.loss.retriever == "adist")
         check_generator(config, prompts)
         if passages is not None and "train" in sets:
             held_out = sets["eval"].rows if "eval" in sets else None
-            check_lengths(RagData(passages, sets["train"], held_out), prompts)
+            check_lengths(config, RagData(passages, sets["train"], held_out), prompts)
             _say_length(config, len(sets["train"]))
     except PixelragError as error:
         say(str(error))

@@ -22,6 +22,7 @@ from pixelrag.engine import build_engine
 from pixelrag.gradcache.rag import rag_step
 from pixelrag.gradcache.rag_batch import RagBatch
 from pixelrag.losses.rag_objective import RagObjective
+from pixelrag.models.precision import keep_float64
 from tests.distributed.toy import Reference, make_optimizer, norm_ratio, relative_error
 from tests.distributed.trials import final_errors
 
@@ -44,6 +45,7 @@ DEFAULTS: dict[str, Any] = {
     "answer": "rag_sequence",
     "retriever": "marginal",
     "exclude_bos": False,
+    "label_smoothing": 0.0,
     "contrastive_weight": 0.0,
     "reader_temperature": 1.0,
     "retriever_weight": 1.0,
@@ -142,6 +144,16 @@ def load(folder: str, name: str, dtype: str) -> tuple[Any, Any]:
     return load_generator(config, dtype=kind)
 
 
+def objective_of(case: dict[str, Any]) -> RagObjective:
+    """The loss a case asks for."""
+    names = (
+        "answer", "retriever", "exclude_bos", "label_smoothing", "contrastive_weight",
+        "reader_temperature", "retriever_weight",
+    )  # fmt: skip
+    vocab_size = load(case["folder"], case["generator"], case["dtype"])[0].vocab_size
+    return RagObjective(**{name: case[name] for name in names}, vocab_size=vocab_size)
+
+
 def make_model(case: dict[str, Any], dtype: str) -> Any:
     """The container a case asks for."""
     from pixelrag.models.rag import RagModel
@@ -156,6 +168,7 @@ def make_model(case: dict[str, Any], dtype: str) -> Any:
         train=case["train"],
         temperature=0.3,
         learnable_temperature=case["learnable"],
+        vocabulary=objective_of(case).vocabulary,
     )
     return model.to(torch.float64) if dtype == "float64" else model
 
@@ -189,19 +202,27 @@ def rank_batch(case: dict[str, Any], rows: list[Row], num_real: int) -> RagBatch
         [rows[b].answer for b, _ in pairs],
         ["-"] * len(pairs),
     )
-    readings = None
+    readings, generator = None, read
+    joint = {}
+    if prepare.text.is_seq2seq:
+        joint = joint_prompts(case, rows, [list(row.found) for row in rows]) | targets
     if case["answer"] == "fid":
-        joint = joint_prompts(case, rows, [list(row.found) for row in rows])
-        generator = joint | targets
-        readings = read
+        generator, readings = joint, read
         if case["retriever"] == "loop":
             readings = joint_prompts(
                 case,
                 [rows[b] for b, _ in pairs],
                 [[n for j, n in enumerate(rows[b].found) if j != k] for b, k in pairs],
             ) | {key: read[key] for key in ("target_ids", "target_mask")}
-    else:
-        generator = read
+    if case["retriever"] == "adist":
+        readings = joint or read | {
+            "passage_mask": prepare.prompts(
+                [rows[b].question for b, _ in pairs],
+                [passage(case, rows[b].found[k]) for b, k in pairs],
+                ["-"] * len(pairs),
+                mark=True,
+            )["passage_mask"]
+        }
     return RagBatch(
         queries=queries.queries([row.question for row in rows]),
         documents=documents_of(case, distinct),
@@ -244,8 +265,7 @@ def run_trial(world: World, overrides: dict[str, Any]) -> dict[str, Any]:
         model, optimizer_of, name=case["engine"], device=world.device, blocks=model.blocks(),
         grad_sync=case["grad_sync"], params=case["params"],
     )  # fmt: skip
-    fields = ("answer", "retriever", "exclude_bos", "contrastive_weight", "reader_temperature")
-    objective = RagObjective(**{k: case[k] for k in (*fields, "retriever_weight")})
+    objective = objective_of(case)
     sizes = case["rows"] or ([4] if world.world_size == 1 else [3, 1])
     worst: dict[str, float] = {}
     for step in range(case["steps"]):
@@ -310,17 +330,26 @@ def reference_loss(case: dict[str, Any], model: Any, rows: list[Row]) -> torch.T
 def row_loss(case: dict[str, Any], model: Any, row: Row, scores: torch.Tensor) -> torch.Tensor:
     """One question's loss."""
     skip = int(case["exclude_bos"])
-    apart = [read(case, model, row, [n], fused=False) for n in row.found]
+    every = [read(case, model, row, [n], fused=False) for n in row.found]  # [T, V] each
+    answer_ids = targets_of(case, row)["target_ids"][0]
+    apart = [chosen(tokens, answer_ids) for tokens in every]
     whole = torch.stack([tokens.sum() for tokens in apart])
     prior = scores.log_softmax(0)
     marginal = case["retriever"] == "marginal"
     used = prior if marginal else prior.detach()
+    size = every[0].shape[1]
     if case["answer"] == "fid":
-        answer = -read(case, model, row, list(row.found), fused=True)[skip:].sum()
+        fused = read(case, model, row, list(row.found), fused=True)
+        answer = -chosen(fused, answer_ids)[skip:].sum()
+        spread = -fused.sum()
     elif case["answer"] == "rag_sequence":
         answer = -(used + torch.stack([t[skip:].sum() for t in apart])).logsumexp(0)
+        spread = -(size * used + torch.stack([t.sum() for t in every])).logsumexp(0)
     else:
         answer = -(used[:, None] + torch.stack(apart)[:, skip:]).logsumexp(0).sum()
+        spread = -(used[:, None, None] + torch.stack(every)).logsumexp(0).sum()
+    epsilon = case["label_smoothing"]
+    answer = (1 - epsilon) * answer + epsilon / size * spread
     if marginal:
         return answer
     if case["retriever"] == "emdr2":
@@ -332,6 +361,9 @@ def row_loss(case: dict[str, Any], model: Any, row: Row, scores: torch.Tensor) -
     if case["retriever"] == "loop":
         told = -torch.stack([left_out(case, model, row, prior, whole, k) for k in range(len(told))])
         told = told.detach()
+    if case["retriever"] == "adist":
+        with keep_float64(torch.float64):
+            told = torch.stack(looks(case, model, row)).detach()
     p = (told / case["reader_temperature"]).softmax(0)
     divergence = (p * (p.log() - prior)).sum()
     return answer + case["retriever_weight"] * divergence
@@ -343,20 +375,86 @@ def left_out(
     """Log-probability of the answer without document ``k``."""
     others = [j for j in range(len(row.found)) if j != k]
     if case["answer"] == "fid":
-        return read(case, model, row, [row.found[j] for j in others], fused=True).sum()
+        found = read(case, model, row, [row.found[j] for j in others], fused=True)
+        return chosen(found, targets_of(case, row)["target_ids"][0]).sum()
     if not others:
         return torch.zeros_like(prior[0])  # alone, its share is 1 whatever stands here
     return (prior[others].log_softmax(0) + whole[others]).logsumexp(0)
 
 
+def looks(case: dict[str, Any], model: Any, row: Row) -> list[torch.Tensor]:
+    """How much each document is looked at, from what transformers itself returns."""
+    generator, prepare = model.generator, load(case["folder"], case["generator"], "float64")[1]
+    values: list[torch.Tensor] = []
+    handles = [
+        module.register_forward_hook(lambda m, a, out: values.append(out[0]))
+        for name, module in generator.lm.named_modules()
+        if name.endswith(("EncDecAttention.v", "encoder_attn.v_proj"))
+        or (not generator.is_seq2seq and name.endswith("v_proj"))
+    ]
+    targets = targets_of(case, row)
+    total: list[torch.Tensor] = []
+
+    def add(weights: tuple[torch.Tensor, ...], owner: list[int], rows: slice) -> None:
+        for number in sorted({n for n in owner if n >= 0}):
+            places = [place for place, n in enumerate(owner) if n == number]
+            parts = []
+            for layer_1HTS, value_SX in zip(weights, values, strict=True):
+                heads = layer_1HTS.shape[1]
+                groups = value_SX.shape[1] // (8 if case["generator"] != "bart" else 4)
+                norms_SG = value_SX.unflatten(1, (groups, -1)).norm(dim=2)
+                norms_SH = norms_SG.repeat_interleave(heads // groups, 1)
+                share_HTS = layer_1HTS[0][:, rows] * norms_SH.T[:, None]
+                parts.append(share_HTS[:, :, places].sum(2).mean())
+            total.append(torch.stack(parts).mean())
+        values.clear()
+
+    if generator.is_seq2seq:
+        prompts = joint_prompts(case, [row], [list(row.found)])
+        states, mask = generator.encode(prompts["input_ids"], prompts["attention_mask"])
+        output = generator.base_model(
+            encoder_outputs=(states,), attention_mask=mask, labels=targets["target_ids"],
+            output_attentions=True,
+        )  # fmt: skip
+        owner = [k if seen else -1 for k, doc in enumerate(prompts["attention_mask"][0].tolist())
+                 for seen in doc]  # fmt: skip
+        add(output.cross_attentions, owner, slice(None))
+    else:
+        for number in row.found:
+            prompts = prepare.prompts([row.question], [passage(case, number)], ["-"], mark=True)
+            ids = torch.cat([prompts["input_ids"], targets["target_ids"]], 1)
+            output = generator.base_model(input_ids=ids, output_attentions=True)
+            length = targets["target_ids"].shape[1]
+            owner = [mark - 1 for mark in prompts["passage_mask"][0].tolist()] + [-1] * length
+            add(output.attentions, owner, slice(-length - 1, -1))
+    for handle in handles:
+        handle.remove()
+    return total
+
+
+def targets_of(case: dict[str, Any], row: Row) -> dict[str, torch.Tensor]:
+    """The answer's tokens."""
+    return load(case["folder"], case["generator"], "float64")[1].targets([row.answer], ["-"])
+
+
+def chosen(log_probs_TV: torch.Tensor, ids_T: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities of the tokens that are there."""
+    return log_probs_TV[torch.arange(len(ids_T)), ids_T]
+
+
 def read(
     case: dict[str, Any], model: Any, row: Row, numbers: list[int], *, fused: bool
 ) -> torch.Tensor:
-    """Log-probabilities of the answer's tokens, [T]."""
+    """Log-probabilities of the whole vocabulary at the answer's tokens, [T, V]."""
     prepare = load(case["folder"], case["generator"], "float64")[1]
-    targets = prepare.targets([row.answer], ["-"])
+    targets = targets_of(case, row)
     if fused:
         prompts = joint_prompts(case, [row], [numbers])
     else:
         prompts = prepare.prompts([row.question], [passage(case, numbers[0])], ["-"])
-    return model("generator", **prompts, **targets)[0][0]
+    images = prompts.get("pixel_values"), prompts.get("image_grid_thw")
+    logits = model.generator._logits(
+        prompts["input_ids"], prompts["attention_mask"], *targets.values(),
+        None if images[0] is None else images, False,
+    )  # fmt: skip
+    return logits[0].double().log_softmax(-1)

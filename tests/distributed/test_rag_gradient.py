@@ -29,6 +29,14 @@ FORMS = {
     "fid_emdr2": {"answer": "fid", "retriever": "emdr2"},
     "fid_pdist": {"answer": "fid", "retriever": "pdist", "generator": "bart"},
     "fid_loop": {"answer": "fid", "retriever": "loop"},
+    "adist": {"retriever": "adist", "reader_temperature": 0.2},
+    "adist_token": {"retriever": "adist", "answer": "rag_token", "generator": "bart"},
+    "adist_decoder": {"retriever": "adist", "generator": "qwen3", "reader_temperature": 0.1},
+    "fid_adist": {"answer": "fid", "retriever": "adist", "reader_temperature": 0.3},
+    "smooth": {"label_smoothing": 0.2},
+    "smooth_bos": {"label_smoothing": 0.3, "generator": "bart", "exclude_bos": True},
+    "smooth_token": {"label_smoothing": 0.2, "answer": "rag_token"},
+    "smooth_fid": {"label_smoothing": 0.2, "answer": "fid", "retriever": "pdist"},
     "contrastive": {"contrastive_weight": 0.7},
     "shared": {"shared": True},
     "fixed_temperature": {"learnable": False},
@@ -42,14 +50,14 @@ FILLER = {"rows": [2, 0], "contrastive_weight": 0.5}
 EXACT = {name: case | {"dtype": "float64", "steps": 1} for name, case in FORMS.items()}
 ALONE = {
     **{engine: {"engine": engine, "steps": 2} for engine in ENGINES},
-    "whole": WHOLE,
+    **{f"{engine}_whole": {"engine": engine} | WHOLE for engine in ENGINES},
     "single": {"chunks": [1, 3, 1]},
     "tiles": TILES,
     **EXACT,
 }
 PAIR = {
     **{engine: {"engine": engine, "steps": 2} for engine in ENGINES},
-    **{f"{engine}_whole": {"engine": engine} | WHOLE for engine in ("zero3", "fsdp2")},
+    **{f"{engine}_whole": {"engine": engine} | WHOLE for engine in ENGINES},
     **{
         f"{engine}_sharded": {"engine": engine, "steps": 2} | SHARDED
         for engine in ("zero3", "fsdp2")
@@ -58,6 +66,9 @@ PAIR = {
     **{f"{engine}_tiles": {"engine": engine} | TILES for engine in ("zero3", "fsdp2")},
     "zero3_decoder": {"engine": "zero3"} | FORMS["token_decoder"],
     "fsdp2_fid": {"engine": "fsdp2"} | FORMS["fid_pdist"],
+    "fsdp2_adist": {"engine": "fsdp2"} | FORMS["fid_adist"] | SHARDED,
+    "zero3_adist": {"engine": "zero3"} | FORMS["adist_decoder"] | SHARDED,
+    "zero3_smooth": {"engine": "zero3"} | FORMS["smooth_token"],
     "zero3_query_side": {"engine": "zero3"} | FORMS["query_side"],
     "fsdp2_no_document": {"engine": "fsdp2"} | FORMS["no_document"],
     "zero3_shared": {"engine": "zero3"} | FORMS["shared"],

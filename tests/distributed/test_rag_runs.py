@@ -27,7 +27,11 @@ PINNED = [
     "--refresh.every_steps=2",
     "--refresh.deterministic_lag=1",
     "--retrieval.over_retrieve=6",
+    "--eval.fresh_index=true",
 ]
+TILES = {"generator": "vision", "passages": "mixed"}
+SUBSETS = ("question", "document", "generator")
+STALE = ["--refresh.max_staleness=2", "--refresh.every_steps=3", "--refresh.final_refresh=skip"]
 ALONE = {
     "whole": {"flags": PINNED},
     "resumed": {"flags": PINNED, "stop_at": 2},
@@ -43,9 +47,69 @@ ALONE = {
         "generator": "decoder",
         "apart": True,
     },
+    "fid": {
+        "flags": [
+            "--loss.answer=fid",
+            "--loss.retriever=adist",
+            "--loss.label_smoothing=0.1",
+            "--refresh.every_steps=3",
+        ],
+        "served": True,
+    },
+    "drift": {
+        "flags": [
+            "--refresh.trigger=drift",
+            "--refresh.every_steps=1",
+            "--refresh.drift_threshold=0.0015",
+            "--refresh.deterministic_lag=0",
+            "--loss.retriever=adist",
+        ],
+        "generator": "decoder",
+        "served": True,
+    },
+    "warn": {"flags": STALE, "served": True},
+    "stop": {
+        "flags": [*STALE, "--refresh.every_steps=9", "--refresh.on_stale=stop"],
+        "served": True,
+        "raises": True,
+    },
+    **{
+        part: {
+            "flags": [
+                f"--train={part}",
+                "--loss.label_smoothing=0.1",
+                "--loss.answer=rag_token",
+                "--optim.max_steps=1",
+            ],
+            "apart": True,
+        }
+        for part in SUBSETS
+    },
+    # Encoders to which all texts are alike.
+    "dpr": {
+        "flags": ["--loss.temperature=1", "--optim.max_steps=1"],
+        "encoders": ("dpr_question", "dpr_passage"),
+    },
+    "tiles": {
+        "flags": ["--loss.retriever=adist", "--optim.max_steps=1"],
+        "encoders": ("vision",),
+        **TILES,
+    },
+    "written": {"then": "written", **TILES},
+}
+SHARDED = ["--engine.params=sharded", "--engine.grad_sync=per_chunk"]
+PAIR = {
+    "fsdp2": {"flags": [*PINNED, "--engine.name=fsdp2", "--index.num_shards=2"]},
+    **{
+        f"written {name}": {
+            "then": "written",
+            "flags": [f"--engine.name={name}", *SHARDED],
+            **TILES,
+        }
+        for name in ("zero3", "fsdp2")
+    },
 }
 CLUSTER = ["--refresh.workers=ray", "--index.holders=ray"]
-PAIR = {"fsdp2": {"flags": [*PINNED, "--engine.name=fsdp2", "--index.num_shards=2"]}}
 
 
 @pytest.fixture(scope="module")
@@ -61,15 +125,21 @@ def _named(cases: dict[str, dict], folder: Path, start: str) -> dict[str, dict]:
         flags = list(case.get("flags", []))
         if "generator" in case:
             flags.append(f"--generator.name_or_path={folder / case['generator']}")
-        if case.get("apart"):
-            flags.append(f"--document_encoder.name_or_path={folder / 'passages'}")
-        named[name] = {"folder": str(folder), "name": f"{start}-{name}", "flags": flags}
-        named[name] |= {key: case[key] for key in ("stop_at",) if key in case}
+        if "passages" in case:
+            flags.append(f"--knowledge_base.source={folder / case['passages']}.jsonl")
+        if "served" in case:
+            flags.append(f"--index.start_from={folder / 'served'}")
+        encoders = case.get("encoders", ("questions", "passages") if case.get("apart") else ())
+        for part, encoder in zip(("question", "document"), encoders, strict=False):
+            flags.append(f"--{part}_encoder.name_or_path={folder / encoder}")
+        shorthand = ("generator", "apart", "encoders", "passages", "served")
+        other = {key: value for key, value in case.items() if key not in shorthand}
+        named[name] = other | {"folder": str(folder), "name": f"{start}-{name}", "flags": flags}
     return named
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> Iterator[Results]:
+def alone(folder: Path, served: Generation) -> Iterator[Results]:
     with ray_cluster() as address:
         there = {"there": {"flags": [*PINNED, *CLUSTER, f"--ray.address={address}"]}}
         yield run_alone(RUN, _named(ALONE | there, folder, "alone"))
@@ -125,6 +195,77 @@ def test_two_ranks_do_what_one_does(alone: Results, pair: Results):
         assert got["eval"].keys() == expected["eval"].keys()
 
 
+def test_drift_starts_a_refresh_and_its_lack_does_not(alone: Results):
+    found = alone["drift"][0]
+    moved = dict(enumerate(found["steps"]["index/drift"]))  # of the look before each step
+    starts = [event["step"] for event in found["history"] if event["kind"] == "start"]
+    assert starts == [0, *(step for step in (1, 2, 3) if moved[step] >= 0.0015)]
+    assert 1 < len(starts) < 4, moved
+    # Lag 0: in use before the next step is taken.
+    switches = [event["step"] for event in found["history"] if event["kind"] == "switch"]
+    assert switches == starts
+
+
+def test_a_refresh_in_flight_at_the_end_is_waited_for_or_dropped(alone: Results):
+    waited, skipped = alone["fid"][0], alone["warn"][0]
+    assert waited["generations"] == ["gen-000001", "gen-000002"]
+    assert [event["kind"] for event in skipped["history"]] == ["start", "switch", "start"]
+    assert skipped["generations"] == ["gen-000001", "gen-000002.part"]
+
+
+def test_a_stale_index_is_said_once_or_ends_the_run(alone: Results):
+    said = [text for text in alone["warn"][0]["warnings"] if "steps old" in text]
+    assert said == ["step 3: generation 1 is 3 steps old, more than refresh.max_staleness 2"]
+    assert alone["stop"][0]["raised"].startswith("IndexError_: step 3: generation 1 is 3 steps old")
+
+
+@pytest.mark.parametrize("part", SUBSETS)
+def test_what_is_not_trained_does_not_change_in_any_bit(alone: Results, part: str):
+    changed = alone[part][0]["changed"]
+    assert changed == [part if part == "generator" else f"{part}_encoder"]
+    assert alone["decoder"][0]["changed"] == ["generator", "question_encoder"]
+
+
+def test_reading_all_passages_at_once_trains_and_answers(alone: Results):
+    found = alone["fid"][0]
+    assert len(found["steps"]["train/loss"]) == 4
+    assert {"eval/em", "eval/f1"} <= found["eval"].keys()
+    assert found["changed"] == ["generator", "question_encoder"]
+
+
+def test_a_configuration_is_validated(alone: Results, folder: Path, capsys):
+    run = folder / "run-alone-whole"
+    part = f"--generator.name_or_path={run / 'last' / 'generator'}"
+    command = ["validate", "--config", str(run / "config.yaml"), part]
+    assert cli.main(command) == 0
+    assert "16 passages of 16 documents" in capsys.readouterr().out
+    # Every right answer is to be trained on.
+    assert cli.main([*command, "--generator.target_max_length=3"]) == 3
+    assert "train.jsonl:1: the answer 'it is brown' has" in capsys.readouterr().out
+    assert cli.main([*command, "--generator.target_max_length=3", "--data.answers=first"]) == 0
+
+
+def test_tiles_on_one_rank_alone_stop_nobody_from_writing(alone: Results, pair: Results):
+    expected = alone["written"][0]["answers"]
+    assert len(expected) == 7
+    for name in ("written zero3", "written fsdp2"):
+        assert [told["answers"] for told in pair[name]] == [expected] * 2
+
+
+def test_questions_that_all_find_the_same_are_said_to(alone: Results):
+    found = alone["dpr"][0]
+    (said,) = [text for text in found["warnings"] if "collapsed" in text]
+    assert said.startswith("step 0: whatever the 8 questions ask, they find the same few passages")
+    assert not any("collapsed" in text for text in alone["fid"][0]["warnings"])
+    assert found["changed"] == ["document_encoder", "generator", "question_encoder"]
+
+
+def test_tiles_are_found_and_read(alone: Results):
+    found = alone["tiles"][0]
+    assert found["changed"] == ["generator", "question_encoder"]
+    assert {"eval/em", "eval/recall@1"} <= found["eval"].keys()
+
+
 def test_every_form_trains(alone: Results):
     got = alone["decoder"][0]
     assert len(got["steps"]["train/loss"]) == 4
@@ -161,6 +302,8 @@ def test_a_run_starts_from_it(pair: Results, folder: Path, served: Generation):
 
 
 def test_exports_load(alone: Results, folder: Path):
+    for name in ("whole", "fid", "drift", "dpr"):
+        assert alone[name][0]["exported_as_trained"], name
     assert alone["whole"][0]["exported"] == ["generator", "question_encoder"]
     last = folder / "run-alone-whole" / "last"
     model = AutoModelForSeq2SeqLM.from_pretrained(last / "generator")
@@ -172,7 +315,6 @@ def test_exports_load(alone: Results, folder: Path):
 
 
 def test_what_was_exported_is_evaluated(alone: Results, folder: Path, tmp_path: Path, capsys):
-    """At the end the index in use lags by a step, so that only what is of the format is equal."""
     run = folder / "run-alone-whole"
     flags = [
         f"--question_encoder.name_or_path={run / 'last' / 'question_encoder'}",
@@ -185,6 +327,10 @@ def test_what_was_exported_is_evaluated(alone: Results, folder: Path, tmp_path: 
     written = json.loads((tmp_path / "figures.json").read_text())
     assert f"eval/em          {written['figures']['eval/em']:.4f}" in capsys.readouterr().out
     assert set(written["figures"]) == {k for k in alone["whole"][0]["eval"] if "eval/" in k}
+    # At the end of the run the index in use lagged by a step.
+    for k in (1, 5):
+        expected = alone["whole"][0]["eval"][f"eval/fresh_recall@{k}"]
+        assert written["figures"][f"eval/recall@{k}"] == expected
     lines = [json.loads(x) for x in (tmp_path / "answers/answers.jsonl").read_text().splitlines()]
     assert [line["written"] for line in lines] == [one["answer"] for one in written["answers"]]
     found = [any(hit["gold"] for hit in line["passages"][:5]) for line in lines]

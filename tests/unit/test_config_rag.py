@@ -58,6 +58,8 @@ FINE = [
     ["--refresh.every_steps=5", "--train=document", OWN],
     ["--encoder_lora.enabled=true", "--encoder_lora.vision=true"],
     ["--loss.answer=fid", "--loss.retriever=loop", "--loss.reader_temperature=2"],
+    ["--loss.retriever=adist", "--loss.reader_temperature=0.1", "--loss.label_smoothing=0.1"],
+    ["--loss.answer=fid", "--loss.retriever=adist"],
     ["--knowledge_base.split=tokens", "--knowledge_base.length=8", "--knowledge_base.overlap=7"],
     ["--eval.answers=false", "--checkpoint.best_metric=eval/recall@1", HELD_OUT],
     ["--refresh.workers=ray", "--refresh.devices=cuda", "--ray.address=10.0.0.1:6379"],

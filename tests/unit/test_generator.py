@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import T5ForConditionalGeneration
 
 from pixelrag.config.parts import LoraConfig
 from pixelrag.config.rag_models import GeneratorConfig
 from pixelrag.errors import DataError, ModelError
 from pixelrag.models.generator import Generator
-from pixelrag.models.generator_load import load_generator
+from pixelrag.models.generator_load import load_generator, read_prompts
 from pixelrag.models.generator_prompt import GeneratorPreprocessor
+from pixelrag.models.passage_attention import PassageAttention
 from pixelrag.models.tiny import save_tiny_qwen3_vl
 from pixelrag.models.tiny_causal import save_tiny_causal
 from pixelrag.models.tiny_seq2seq import save_tiny_seq2seq
@@ -119,6 +121,105 @@ def test_a_missing_passage_is_not_seen(folders: dict[str, Path], kind: str):
     padded = prepare.joint(QUESTIONS[:1], [[*PASSAGES[:1], None, None]], NAMES[:1])
     assert padded["input_ids"].shape[:2] == (1, 3)
     torch.testing.assert_close(generator(**padded, **targets), generator(**alone, **targets))
+
+
+@pytest.mark.parametrize("text", ["the lazy dog, a file", "a <|im_end|> b"])
+@pytest.mark.parametrize("options", [{}, {"chat": "off"}, {"template": "{passage} of {question}"}])
+def test_a_decoders_prompt_marks_its_passage(folders: dict[str, Path], text: str, options: dict):
+    _, prepare = load(folders["qwen3"], **options)
+    found = [passage(text, "title"), passage("x" * 40, "long " * 20)]
+    batch = prepare.prompts(QUESTIONS, found, NAMES, mark=True)
+    plain = prepare.prompts(QUESTIONS, found, NAMES)
+    assert all(batch[key].equal(plain[key]) for key in plain)
+    marked = batch["input_ids"][0][batch["passage_mask"][0].bool()]
+    has_title = "template" not in options
+    # A token may hold a border's white space as well.
+    expected = ("title" if has_title else "") + text
+    assert "".join(prepare.tokenizer.decode(marked).split()) == "".join(expected.split())
+    assert not (batch["passage_mask"] * (1 - batch["attention_mask"])).any()
+
+
+def attended(generator: Generator, prepare: GeneratorPreprocessor, found: list) -> torch.Tensor:
+    targets = prepare.targets(TARGETS, NAMES)
+    if generator.is_seq2seq:
+        prompts = prepare.joint(QUESTIONS, [found[:2], found[2:]], NAMES)
+    else:
+        prompts = prepare.prompts(QUESTIONS, found[:2], NAMES, mark=True)
+    return generator.attend(**prompts, **targets)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_does_not_depend_on_padding_or_on_how_it_is_computed(
+    folders: dict[str, Path], kind: str
+):
+    found = [*PASSAGES, passage("x", "y"), None]
+    generator, prepare = load(folders[kind])
+    assert generator.base_model.config.get_text_config()._attn_implementation == "sdpa"
+    together = attended(generator, prepare, found)
+    assert (together[together != 0] > 0).all()
+    assert not together.requires_grad
+    if kind in SEQ2SEQ:
+        assert together.shape == (2, 2)
+        assert (together == 0).tolist() == [[False, False], [False, True]]
+        alone = prepare.joint(QUESTIONS[1:], [found[2:3]], NAMES[1:])
+    else:
+        assert together.shape == (2, 1)
+        alone = prepare.prompts(QUESTIONS[1:], found[1:2], NAMES[1:], mark=True)
+    alone = generator.attend(**alone, **prepare.targets(TARGETS[1:], NAMES[1:]))
+    torch.testing.assert_close(alone[0], together[1, : alone.shape[1]])
+    # The model goes on as it was told to.
+    assert generator.base_model.config.get_text_config()._attn_implementation == "sdpa"
+    eager, prepare = load(folders[kind], attention="eager")
+    torch.testing.assert_close(attended(eager, prepare, found), together, rtol=1e-5, atol=1e-7)
+
+
+def test_a_vision_model_looks_at_its_tiles(folders: dict[str, Path], tmp_path: Path):
+    generator, prepare = load(folders["qwen3_vl"])
+    mixed = [passage(None, image=tile(tmp_path, "a.png", 64, 64)), PASSAGES[1]]
+    batch = prepare.prompts(QUESTIONS, mixed, NAMES, mark=True)
+    pads = batch["input_ids"][0] == generator.base_model.config.image_token_id
+    assert batch["passage_mask"][0].bool().equal(pads)
+    looked = generator.attend(**batch, **prepare.targets(TARGETS, NAMES))
+    assert (looked > 0).all()
+    plain = generator.attend(
+        **prepare.prompts(QUESTIONS[1:], mixed[1:], NAMES[1:], mark=True),
+        **prepare.targets(TARGETS[1:], NAMES[1:]),
+    )
+    torch.testing.assert_close(plain[0], looked[1])
+
+
+def test_attention_that_cannot_be_observed_is_refused_before_the_weights(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(T5ForConditionalGeneration, "_can_set_attn_implementation", lambda: False)
+    config = GeneratorConfig(name_or_path=str(folders["t5"]))
+    for load_it in (load_generator, read_prompts):
+        with pytest.raises(ModelError, match=r"loss\.retriever adist.*T5ForConditional"):
+            load_it(config, observed=True)
+        load_it(config)
+
+
+def test_attention_that_is_not_seen_is_said(folders: dict[str, Path]):
+    nothing = torch.zeros(1, 3, dtype=torch.int64)
+    observer = PassageAttention(nothing, nothing[:, :2], 1, rows=slice(None), crossed=True)
+    with pytest.raises(ModelError, match="does not go through transformers' attention interface"):
+        observer.mean()
+
+
+@pytest.mark.parametrize("kind", ["t5", "qwen3"])
+def test_the_vocabulary_is_told_token_by_token(folders: dict[str, Path], kind: str):
+    generator, prepare = load(folders[kind])
+    batch = prepare.pairs(QUESTIONS, PASSAGES, TARGETS, NAMES)
+    plain, size = generator(**batch), generator.vocab_size
+    every = generator(**batch, vocabulary="all").unflatten(1, (-1, 1 + size))
+    real = batch["target_mask"].bool()
+    torch.testing.assert_close(every[..., 0], plain)
+    total = every[..., 1:].exp().sum(-1)
+    torch.testing.assert_close(total[real], torch.ones_like(total[real]))
+    assert not every[~real].any()
+    sums = generator(**batch, vocabulary="sum").unflatten(1, (-1, 2))
+    torch.testing.assert_close(sums[..., 0], plain)
+    torch.testing.assert_close(sums[..., 1], every[..., 1:].sum(-1))
 
 
 def tile(folder: Path, name: str, width: int, height: int) -> Path:
@@ -255,11 +356,17 @@ def test_only_answers_that_begin_with_a_token_of_their_own_say_so(folders: dict[
     assert load(folders["bart"])[1].tokenizer.decode(ids) == "<|im_start|>fox<|im_end|>"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_written_answers_are_the_likeliest_tokens(folders: dict[str, Path], kind: str):
+@pytest.mark.parametrize("kind", [*KINDS, "tiles"])
+def test_written_answers_are_the_likeliest_tokens(
+    folders: dict[str, Path], tmp_path: Path, kind: str
+):
+    passages = PASSAGES
+    if kind == "tiles":
+        kind = "qwen3_vl"
+        passages = [passage(None, image=tile(tmp_path, "a.png", 130, 64))] * 2
     generator, prepare = load(folders[kind])
     generator.eval()
-    prompts = prepare.prompts(QUESTIONS, PASSAGES, NAMES)
+    prompts = prepare.prompts(QUESTIONS, passages, NAMES)
     tokenizer = prepare.tokenizer
     ends = {"end_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     written = generator.write(6, **ends, **prompts)
@@ -269,10 +376,28 @@ def test_written_answers_are_the_likeliest_tokens(folders: dict[str, Path], kind
         for position in range(3):
             tried = target[row, : position + 1].repeat(2, 1)
             tried[1, position] = (tried[1, position] + 1) % 300
-            inputs = {key: value[[row, row]] for key, value in prompts.items()}
+            inputs = {key: value[[row, row]] for key, value in prompts.items()
+                      if key not in ("pixel_values", "image_grid_thw")}  # fmt: skip
+            if passages is not PASSAGES:  # one image a row, and all of them alike
+                inputs |= {key: prompts[key] for key in ("pixel_values", "image_grid_thw")}
             score = generator(**inputs, target_ids=tried, target_mask=torch.ones_like(tried))
             assert score[0, position] > score[1, position]
     assert len(prepare.texts(written)) == 2
+
+
+def test_writing_touches_the_vision_tower_once(folders: dict[str, Path]):
+    generator, prepare = load(folders["qwen3_vl"])
+    generator.eval()
+    prompts = prepare.prompts(QUESTIONS, PASSAGES, NAMES)
+    ends = {"end_token_id": 1, "pad_token_id": prepare.tokenizer.pad_token_id}
+    calls = []
+    visual = generator.base_model.model.visual
+    visual.register_forward_pre_hook(lambda module, args: calls.append(1))
+    plain = generator.write(4, **ends, **prompts)
+    assert not calls
+    touched = generator.write(4, **ends, **prompts, touch_vision=True)
+    assert len(calls) == 1
+    assert touched.tolist() == plain.tolist()
 
 
 @pytest.mark.parametrize("kind", SEQ2SEQ)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pixelrag.data.passages import load_passages
-from pixelrag.data.questions import Question, QuestionDataset
+from pixelrag.data.questions import Question, QuestionDataset, with_answer
 from pixelrag.errors import ConfigError, DataError
 
 
@@ -117,3 +117,16 @@ def test_files_that_are_none(tmp_path):
         QuestionDataset(write(tmp_path / "bad.jsonl", "{"), "skip")
     with pytest.raises(ConfigError, match="bad_rows"):
         QuestionDataset(path, "ignore")
+
+
+def test_each_answer_has_its_turn_and_the_same_one_again():
+    question = Question("q", ("a", "b", "c"), ("p",), "t.jsonl:1")
+    drawn = [with_answer(question, 0, epoch, 7).answers[0] for epoch in range(300)]
+    assert drawn == [with_answer(question, 0, epoch, 7).answers[0] for epoch in range(300)]
+    assert all(60 < drawn.count(answer) < 140 for answer in "abc")
+    other = [with_answer(question, 0, epoch, 8).answers[0] for epoch in range(300)]
+    assert other != drawn
+    assert [with_answer(question, 1, epoch, 7).answers[0] for epoch in range(300)] != drawn
+    assert with_answer(question, 0, 0, 0).passage_ids == ("p",)
+    alone = Question("q", ("a",), (), "t.jsonl:1")
+    assert with_answer(alone, 0, 0, 0) is alone

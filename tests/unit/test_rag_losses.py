@@ -14,6 +14,7 @@ from pixelrag.losses.rag_marginal import (
     document_log_prior,
     rag_sequence_nll,
     rag_token_nll,
+    rag_token_vocab_nll,
 )
 
 MARGINALS = [rag_sequence_nll, rag_token_nll]
@@ -439,6 +440,40 @@ def test_transformers_smooths_the_same(rag_models):
         )
         assert_close(got, expected.flatten())
         assert not torch.allclose(got, rag_sequence_nll(log_probs, scores, mask))
+
+
+def test_transformers_smooths_tokens_the_same(rag_models):
+    model = rag_models[rag_token_nll]
+    labels, inputs = rag_inputs(ANSWERS)
+    with torch.no_grad():
+        logits = model.rag(**inputs, use_cache=False).logits
+    leaves = [logits.clone().requires_grad_(), inputs["doc_scores"].clone().requires_grad_()]
+    expected = model.get_nll(*leaves, labels, epsilon=0.2).flatten()
+    ours = [logits.clone().requires_grad_(), inputs["doc_scores"].clone().requires_grad_()]
+    log_probs, mask, _ = ours_of(ours[0], labels)
+    every = ours[0].log_softmax(-1)[:, :-1]
+    pair = torch.arange(len(every)).view(-1, DOCUMENTS)
+    spread = rag_token_vocab_nll(every, pair, ours[1], mask)
+    got = 0.8 * rag_token_nll(log_probs, ours[1], mask) + 0.2 / VOCAB * spread
+    assert_close(got, expected)
+    for mine, other in zip(gradients(got, *ours), gradients(expected, *leaves), strict=True):
+        assert_close(mine, other)
+
+
+def test_missing_documents_are_not_smoothed():
+    scores = torch.tensor([[0.3, -INF, 0.7], [-INF, -INF, -INF]], dtype=torch.float64)
+    every = torch.randn(2, 2, 5, dtype=torch.float64).log_softmax(-1)
+    pair = torch.tensor([[0, -1, 1], [-1, -1, -1]])
+    mask = torch.tensor([[True, False], [True, True]])
+    scores.requires_grad_()
+    got = rag_token_vocab_nll(every, pair, scores, mask)
+    prior = torch.tensor([0.3, 0.7], dtype=torch.float64).softmax(0)
+    expected = -(prior[:, None] * every[:, 0].exp()).sum(0).log().sum()
+    assert got.tolist() == pytest.approx([expected.item(), 0.0])
+    got.sum().backward()
+    assert scores.grad.isfinite().all()
+    assert not scores.grad[1].any()
+    assert rag_token_vocab_nll(every, pair[:0], scores[:0], mask[:0]).shape == (0,)
 
 
 def test_transformers_loses_the_prior_of_an_answer_of_one_token(rag_models):

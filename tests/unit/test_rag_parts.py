@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from pixelrag.distributed.env import World
 from pixelrag.errors import ConfigError
 from pixelrag.retrieval.recipe import index_settings, refresh_devices, refresh_recipe
 from pixelrag.retrieval.refresh_spec import Call, OnRay
+from pixelrag.train.rag_index import KnowledgeBase
 from pixelrag.train.rag_recipe import say_if_crowded, search_device, shards_for
 
 
@@ -186,3 +188,15 @@ def test_settings_that_cannot_stand_together(settings, says) -> None:
     else:
         (conflict,) = conflicts
         assert says in conflict
+
+
+def test_generations_that_checkpoints_name_stay(tmp_path) -> None:
+    for step, number in ((5, 1), (10, 3)):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        state = {"step": step, "position": {"index": {"generation": number}}}
+        (folder / "state.json").write_text(json.dumps(state))
+    (tmp_path / "checkpoint-15").mkdir()
+    knowledge = object.__new__(KnowledgeBase)
+    knowledge._config = SimpleNamespace(output_dir=str(tmp_path))
+    assert {1, 3} == set(knowledge._named_by_checkpoints()) - {0}

@@ -91,7 +91,8 @@ def test_readings_have_no_dropout_and_leave_the_mode():
     assert model.generator.training
     torch.testing.assert_close(model("reading", x=x)[0], model.generator.linear(x))
     assert model.generator.training
-    assert model.trained == ("query", "document", "generator", "reading", "write")
+    # What is only read is not run again for a gradient.
+    assert model.trained == ("query", "document", "generator")
     assert model.document_prefix == "question_encoder."
 
 
@@ -144,6 +145,16 @@ def test_the_retrievers_loss_leaves_the_generator_alone_and_the_other_way_round(
     marginal.loss_B.sum().backward()
     torch.testing.assert_close(apart[1], log_probs.grad)
     assert apart[0].abs().sum() > 0
+
+
+def test_smoothing_needs_the_vocabulary():
+    for wrong in ({"label_smoothing": 1.0, "vocab_size": 3}, {"label_smoothing": 0.1}):
+        with pytest.raises(ValueError, match="label_smoothing"):
+            RagObjective(**wrong)
+    kinds = [RagObjective(answer=answer, label_smoothing=0.1, vocab_size=3, retriever="emdr2")
+             for answer in ("rag_sequence", "rag_token", "fid")]  # fmt: skip
+    assert [kind.vocabulary for kind in kinds] == ["sum", "all", "sum"]
+    assert RagObjective(vocab_size=3).vocabulary == "none"
 
 
 def test_reading_everything_at_once_marginalises_nothing():

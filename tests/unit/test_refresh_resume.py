@@ -7,7 +7,7 @@ import os
 import pytest
 
 from tests.unit.rag_stand_ins import encoded_rows
-from tests.unit.refresh_rig import Rig, killed_trainer, processes_of, wait_until
+from tests.unit.refresh_rig import WEIGHTS, Rig, killed_trainer, processes_of, wait_until
 
 
 @pytest.mark.parametrize("job", ["encode", "after encode", "build", "validate"])
@@ -83,4 +83,33 @@ def test_generations_of_a_future_that_will_not_be_are_deleted(rig: Rig) -> None:
     assert not refresher.resume(step=30)
     assert rig.generations.numbers() == [1, 2]
     refresher.resume(step=29)
+    rig.assert_old_in_place()
+
+
+@pytest.mark.parametrize("left", ["nothing", "shards of the same", "shards of others"])
+def test_a_trainer_killed_before_anyone_looked_at_its_snapshot_goes_on_with_it(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, left: str
+) -> None:
+    if left != "nothing":
+        killed_trainer(rig, "after encode")
+    weights = WEIGHTS if left == "shards of the same" else b"other weights"
+    options = {"faults": {"after encode": "hang"}, "flag": str(rig.flag)}
+    rig.flag.touch()  # no fault any more
+    dead = rig.refresher(encoder_options=options)
+    monkeypatch.setattr(dead, "_launch", lambda: None)
+    rig.start(dead, 31, weights)
+    refresher = rig.refresher(encoder_options=options)
+    assert refresher.resume(step=35)
+    status = refresher.wait(60)
+    assert (status.state, status.generation, status.step) == ("published", 2, 31)
+    rig.assert_good(2, weights)
+    first = ["doc-0"] if left == "shards of others" else []
+    assert encoded_rows(rig.log) == [*first, "doc-0", "doc-20", "doc-40"]
+
+
+def test_a_trainer_killed_in_its_snapshot_leaves_nothing_to_go_on_with(rig: Rig) -> None:
+    killed_trainer(rig, "after encode")
+    dead = rig.refresher()
+    (dead.begin(31) / "weights.safetensors").write_bytes(b"new weights under the old spec")
+    assert not rig.refresher().resume(step=35)
     rig.assert_old_in_place()

@@ -12,6 +12,7 @@ from pixelrag.retrieval.staleness import (
     Trigger,
     distinct_share,
     drift,
+    has_collapsed,
     probe_rows,
     score_error,
     top_k_overlap,
@@ -78,14 +79,29 @@ def test_scores_of_what_is_missing_do_not_count(vectors: np.ndarray) -> None:
     assert score_error(vectors, few, vectors[:1], fresh) == 0.0
     nothing = Hits.of(np.zeros((1, 2), np.float32), np.full((1, 2), -1))
     assert score_error(vectors, nothing, vectors[:1], vectors[:2][None]) == 0.0
-    assert distinct_share(nothing) == 0.0
+    assert distinct_share(np.full((1, 2), -1), 9) == 0.0
 
 
 def test_collapse_shows_in_the_distinct_share(vectors: np.ndarray) -> None:
-    hits = exact_search(vectors, vectors[:10], 1)
-    assert distinct_share(hits) > 0.8
-    same = exact_search(vectors, np.repeat(vectors[:1], 10, axis=0), 2)
-    assert distinct_share(same) == pytest.approx(2 / 20)
+    apart = exact_search(vectors, vectors[:10], 2).rows_Qk
+    assert distinct_share(apart, len(vectors)) == len(np.unique(apart)) / 20 > 0.7
+    assert not has_collapsed(apart, len(vectors))
+    same = exact_search(vectors, np.repeat(vectors[:1], 10, axis=0), 2).rows_Qk
+    assert distinct_share(same, len(vectors)) == pytest.approx(2 / 20)
+    assert has_collapsed(same, len(vectors))
+    # 40 questions that find 8 of 80.
+    assert has_collapsed(np.arange(80).reshape(40, 2) % 8, 1000)
+    assert not has_collapsed(np.arange(80).reshape(40, 2) % 10, 1000)
+
+
+def test_few_questions_or_passages_are_no_collapse() -> None:
+    same = np.tile([3, 5, -1], (10, 1))
+    assert has_collapsed(same, 8)
+    assert not has_collapsed(same, 7)  # there is hardly anything else to find
+    assert distinct_share(same, 2) == 1.0
+    assert not has_collapsed(same[:3], 1000)
+    assert not has_collapsed(np.full((10, 2), -1), 1000)
+    assert not has_collapsed(np.zeros((0, 2), np.int64), 1000)
 
 
 def test_triggers() -> None:

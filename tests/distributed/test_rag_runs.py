@@ -240,9 +240,9 @@ def test_a_configuration_is_validated(alone: Results, folder: Path, capsys):
     assert cli.main(command) == 0
     assert "16 passages of 16 documents" in capsys.readouterr().out
     # Every right answer is to be trained on.
-    assert cli.main([*command, "--generator.target_max_length=3"]) == 3
-    assert "train.jsonl:1: the answer 'it is brown' has" in capsys.readouterr().out
-    assert cli.main([*command, "--generator.target_max_length=3", "--data.answers=first"]) == 0
+    assert cli.main([*command, "--generator.target_max_length=4"]) == 3
+    assert "train.jsonl:1: the answer 'it is brown' has 5 tokens" in capsys.readouterr().out
+    assert cli.main([*command, "--generator.target_max_length=4", "--data.answers=first"]) == 0
 
 
 def test_tiles_on_one_rank_alone_stop_nobody_from_writing(alone: Results, pair: Results):

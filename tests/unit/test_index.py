@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pixelrag.errors import IndexError_
+from pixelrag.retrieval import index as index_module
 from pixelrag.retrieval.durable import put
 from pixelrag.retrieval.hits import Hits, exact_search, merge_top_k, recall_at_k
 from pixelrag.retrieval.index import IndexSettings, build_index, open_index
@@ -347,12 +348,17 @@ def gpus(monkeypatch) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("factory", ["Flat", "IVF16,Flat"])
-def test_a_gpu_builds_and_searches(vectors, queries, factory, tmp_path, gpus):
+def test_a_gpu_builds_and_searches(vectors, queries, factory, tmp_path, gpus, monkeypatch):
     settings = IndexSettings(factory, nprobe=3)
     expected = build_index(vectors, settings).search(queries, 5)
     assert gpus == []
+    count = index_module._enough_rows
+    monkeypatch.setattr(
+        index_module, "_enough_rows", lambda i: (gpus.append(("counted", 0)), count(i))[1]
+    )
     built = build_index(vectors, settings, device="cuda:1")
-    assert gpus[1:] == [("to 1", 0), ("back", len(vectors))]  # trained and filled there
+    # Cells are counted on the CPU, where an index knows them; trained and filled on the GPU.
+    assert [gpus[0], *gpus[2:]] == [("counted", 0), ("to 1", 0), ("back", len(vectors))]
     put(tmp_path / "index", built.write)
     opened = open_index(tmp_path / "index", settings, device="cuda")
     assert gpus[-1] == ("to 0", len(vectors))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from pixelrag.evaluate.compare import compare, read_measured
-
 _SHOWN = {"recall@1": "recall@1", "recall@10": "recall@10", "mrr": "MRR"}
 
 
@@ -16,6 +14,9 @@ def retrieval_table(before: Path, after: Path) -> tuple[list[str], dict]:
     Returns:
         Lines of a table, with the paired 95 % bootstrap interval of each change, and the numbers.
     """
+    # Here, so that the demo's --help needs no torch.
+    from pixelrag.evaluate.compare import compare, read_measured
+
     old, new = (read_measured(path)["eval"] for path in (before, after))
     changes = compare(old, new)
     lines = [f"{'':10} before   after    change   95 % paired interval"]

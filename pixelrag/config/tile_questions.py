@@ -40,11 +40,11 @@ class TileQuestionOptions(Section):
             return None
         parts = urlsplit(value)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise PydanticCustomError("url", "a URL such as http://localhost:8201/v1")
+            raise PydanticCustomError("paths", "a URL such as http://localhost:8201/v1")
         if parts.username or parts.password:
             # It would stand in config.yaml.
             raise PydanticCustomError(
-                "url", "a URL without a name or password in it; keys come from the environment"
+                "paths", "a URL without a name or password in it; keys come from the environment"
             )
         return value.rstrip("/")
 

@@ -78,7 +78,7 @@ COMMANDS = {
     ),
     "compare": Command(
         "test two measurements of the same queries against each other (paired)",
-        "pixelrag.evaluate.compare",
+        "pixelrag.evaluate.compare_command",
     ),
     "mine": Command(
         "find hard negatives for the rows of data.train with a model",
@@ -86,7 +86,9 @@ COMMANDS = {
         "mine",
         {"output": _FOLDER},
     ),
-    "export": Command("make of a checkpoint what other tools load", "pixelrag.train.export"),
+    "export": Command(
+        "make of a checkpoint what other tools load", "pixelrag.train.export_command"
+    ),
     "index": Command(
         "encode and index a knowledge base without training, to serve it or to start from it",
         "pixelrag.train.build_index",

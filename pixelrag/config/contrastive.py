@@ -20,6 +20,7 @@ from pixelrag.config.parts import (
 from pixelrag.config.problems import Conflict
 from pixelrag.config.rules import engine_conflicts, length_conflicts, resume_conflicts
 from pixelrag.config.section import Section
+from pixelrag.config.tile_questions import TILE_METRICS, TileQuestionOptions, tile_conflicts
 
 IN_BATCH_METRICS = ("eval/loss", "eval/accuracy")
 RETRIEVAL_METRICS = ("eval/recall@1", "eval/recall@5", "eval/recall@10", "eval/mrr", "eval/ndcg@10")
@@ -47,7 +48,7 @@ class BatchConfig(Section):
         return f"{shares} x {self.gradient_accumulation_steps} accumulated"
 
 
-class EvalConfig(Section):
+class EvalConfig(TileQuestionOptions):
     every_steps: int | None = Field(None, ge=1)
     """Evaluate every so many steps; null = only at the end."""
     on_start: bool = False
@@ -88,6 +89,7 @@ class ContrastiveConfig(JobConfig):
         yield from length_conflicts(self.optim)
         yield from engine_conflicts(self.engine)
         yield from data_conflicts(self.data, self.optim.max_steps)
+        yield from tile_conflicts(self.eval)
         yield from _evaluation_conflicts(self)
         if self.lora.vision and not self.lora.enabled:
             yield Conflict(
@@ -100,13 +102,13 @@ class ContrastiveConfig(JobConfig):
 
 
 def _evaluation_conflicts(config: ContrastiveConfig) -> Iterator[Conflict]:
-    metric = config.checkpoint.best_metric
-    if metric not in IN_BATCH_METRICS + RETRIEVAL_METRICS:
-        names = ", ".join(IN_BATCH_METRICS + RETRIEVAL_METRICS)
+    metric, tiles = config.checkpoint.best_metric, config.eval.miniv8 is not None
+    known = IN_BATCH_METRICS + RETRIEVAL_METRICS
+    if metric not in known + TILE_METRICS:
         yield Conflict(
             ("checkpoint.best_metric",),
             got=f"checkpoint.best_metric {metric!r}",
-            remedy=f"one of {names}",
+            remedy=f"one of {', '.join(known + TILE_METRICS)}",
         )
     elif metric in RETRIEVAL_METRICS and not config.eval.retrieval and config.data.eval:
         yield Conflict(
@@ -114,6 +116,12 @@ def _evaluation_conflicts(config: ContrastiveConfig) -> Iterator[Conflict]:
             got=f"checkpoint.best_metric {metric} while eval.retrieval is false",
             remedy="set checkpoint.best_metric to eval/loss or eval/accuracy, or "
             "eval.retrieval true",
+        )
+    elif metric in TILE_METRICS and not tiles:
+        yield Conflict(
+            ("checkpoint.best_metric", "eval.miniv8"),
+            got=f"checkpoint.best_metric {metric} without eval.miniv8",
+            remedy="name a question file in eval.miniv8, or another checkpoint.best_metric",
         )
     if config.eval.corpus is not None and not config.eval.retrieval:
         yield Conflict(
@@ -123,7 +131,9 @@ def _evaluation_conflicts(config: ContrastiveConfig) -> Iterator[Conflict]:
         )
     if config.data.eval:
         return
-    for name in ("every_steps", "on_start", "corpus", "max_rows"):
+    for name in (
+        ("corpus", "max_rows") if tiles else ("every_steps", "on_start", "corpus", "max_rows")
+    ):
         value = getattr(config.eval, name)
         if value not in (None, False):
             yield Conflict(
@@ -131,9 +141,10 @@ def _evaluation_conflicts(config: ContrastiveConfig) -> Iterator[Conflict]:
                 got=f"eval.{name} {'true' if value is True else value} without data.eval",
                 remedy="name held-out rows in data.eval",
             )
-    if metric != CheckpointConfig().best_metric and metric in IN_BATCH_METRICS + RETRIEVAL_METRICS:
+    if metric in known and (tiles or metric != CheckpointConfig().best_metric):
+        or_else = f"set it to one of {', '.join(TILE_METRICS)}" if tiles else "leave it out"
         yield Conflict(
             ("checkpoint.best_metric", "data.eval"),
             got=f"checkpoint.best_metric {metric} without data.eval",
-            remedy="name held-out rows in data.eval, or leave checkpoint.best_metric out",
+            remedy=f"name held-out rows in data.eval, or {or_else}",
         )

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from pixelrag.evaluate.bootstrap import paired_bootstrap
-
 _SHOWN = {"recall@1": "recall@1", "recall@10": "recall@10", "mrr": "MRR"}
 
 
@@ -16,24 +14,24 @@ def retrieval_table(before: Path, after: Path) -> tuple[list[str], dict]:
     Returns:
         Lines of a table, with the paired 95 % bootstrap interval of each change, and the numbers.
     """
-    old, new = (json.loads(path.read_text(encoding="utf-8")) for path in (before, after))
+    # Here, so that the demo's --help needs no torch.
+    from pixelrag.evaluate.compare import compare, read_measured
+
+    old, new = (read_measured(path)["eval"] for path in (before, after))
+    changes = compare(old, new)
     lines = [f"{'':10} before   after    change   95 % paired interval"]
     results: dict = {}
     for name, label in _SHOWN.items():
-        was, now = old["per_query"][name], new["per_query"][name]
-        change = paired_bootstrap(was, now, seed=0)
-        results[name] = {
-            "before": old["figures"][f"eval/{name}"],
-            "after": new["figures"][f"eval/{name}"],
-            "interval": [change.low, change.high],
-        }
+        found = changes[name]
+        interval = [found.change.low, found.change.high]
+        results[name] = {"before": found.baseline, "after": found.value, "interval": interval}
         lines.append(
-            f"{label:10} {results[name]['before']:.4f}   {results[name]['after']:.4f}   "
-            f"{change.mean:+.4f}  {change.low:+.4f} to {change.high:+.4f}"
+            f"{label:10} {found.baseline:.4f}   {found.value:.4f}   "
+            f"{found.change.mean:+.4f}  {interval[0]:+.4f} to {interval[1]:+.4f}"
         )
     rose = results["recall@1"]["interval"][0] > 0
     verdict = "rose beyond" if rose else "did not rise beyond"
-    lines.append(f"held-out recall@1 over {len(was)} queries {verdict} its paired interval")
+    lines.append(f"held-out recall@1 over {len(new.queries)} queries {verdict} its paired interval")
     return lines, results
 
 

@@ -1,10 +1,8 @@
-"""`pixelrag compare`: a paired test between two measurements of the same queries."""
+"""Paired comparisons of two measurements of the same queries."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +13,7 @@ import numpy as np
 from pixelrag.errors import DataError
 from pixelrag.evaluate.bootstrap import Interval, paired_bootstrap, randomization_test
 from pixelrag.evaluate.ranking import per_query_metrics
-from pixelrag.evaluate.runs import Qrels, ranks_of, read_qrels, read_run
+from pixelrag.evaluate.runs import Qrels, ranks_of, read_run
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,28 +71,66 @@ def compare(baseline: Measured, new: Measured) -> dict[str, Difference]:
     return found
 
 
-def table(differences: Mapping[str, Difference], num_queries: int) -> list[str]:
-    """The comparison as lines to print."""
-    width = max(len(name) for name in differences)
+def tables(sets: Mapping[str, tuple[int, Mapping[str, Difference]]]) -> list[str]:
+    """Comparisons as lines to print."""
+    return [line for name, one in sets.items() for line in _table(name, *one)]
+
+
+def _table(name: str, num_queries: int, differences: Mapping[str, Difference]) -> list[str]:
+    width = max(len(figure) for figure in differences)
     head = f"{'':{width}}  baseline     new   change   95 % interval        p"
     return [
-        f"paired over {num_queries} queries:",
+        f"{name}, paired over {num_queries} queries:",
         head,
         *(
-            f"{name:{width}}    {d.baseline:.4f}  {d.value:.4f}  {d.change.mean:+.4f}"
+            f"{figure:{width}}    {d.baseline:.4f}  {d.value:.4f}  {d.change.mean:+.4f}"
             f"   {d.change.low:+.4f} to {d.change.high:+.4f}   {d.p_value:.4f}"
-            for name, d in differences.items()
+            for figure, d in differences.items()
         ),
     ]
 
 
-def as_json(differences: Mapping[str, Difference]) -> dict[str, Any]:
-    """The comparison as plain values."""
-    return {name: asdict(difference) for name, difference in differences.items()}
+def as_json(sets: Mapping[str, tuple[int, Mapping[str, Difference]]]) -> dict[str, Any]:
+    """Comparisons as plain values."""
+    return {
+        name: {figure: asdict(d) for figure, d in one.items()} for name, (_, one) in sets.items()
+    }
 
 
-def read_measured(path: Path, qrels: Qrels | None = None) -> Measured:
-    """Read what ``pixelrag eval --output`` wrote, or, with qrels, a TREC run.
+def compare_sets(
+    baseline: Mapping[str, Measured], new: Mapping[str, Measured]
+) -> dict[str, tuple[int, dict[str, Difference]]]:
+    """Compare the sets of queries that both have: name -> (number of queries, differences).
+
+    Raises:
+        DataError: see `compare`; or no set is common.
+    """
+    common = [name for name in new if name in baseline]
+    if not common:
+        raise DataError(
+            f"nothing to compare: the baseline has figures of {_names(baseline)}, the new one of "
+            f"{_names(new)}"
+        )
+    return {name: (len(new[name].queries), compare(baseline[name], new[name])) for name in common}
+
+
+def _names(sets: Mapping[str, Measured]) -> str:
+    return ", ".join(sets) or "no queries"
+
+
+def measured_json(sets: Mapping[str, Measured]) -> dict[str, Any]:
+    """Every query's figures as `read_measured` reads them: the part of `eval --output`."""
+    return {
+        name: {
+            "queries": one.queries,
+            "per_query": {figure: list(map(float, v)) for figure, v in one.per_query.items()},
+        }
+        for name, one in sets.items()
+    }
+
+
+def read_measured(path: Path, qrels: Qrels | None = None) -> dict[str, Measured]:
+    """Read what ``pixelrag eval --output`` wrote, or, with qrels, a TREC run, as set "eval".
 
     Raises:
         DataError: unreadable, or a run without qrels.
@@ -103,33 +139,22 @@ def read_measured(path: Path, qrels: Qrels | None = None) -> Measured:
         return _of_json(path)
     if qrels is None:
         raise DataError(f"{path}: a TREC run is judged by qrels; name their file with --qrels")
-    return Measured(list(qrels), per_query_metrics(ranks_of(read_run(path), qrels)))
+    return {"eval": Measured(list(qrels), per_query_metrics(ranks_of(read_run(path), qrels)))}
 
 
-def _of_json(path: Path) -> Measured:
+def _of_json(path: Path) -> dict[str, Measured]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        measured = Measured(content["queries"], content["per_query"])
-        lengths = {len(values) for values in measured.per_query.values()}
-        if lengths != {len(measured.queries)} or len(set(measured.queries)) < len(measured.queries):
-            raise ValueError("its figures are not one for each of its queries")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        sets = {
+            name: Measured(entry["queries"], entry["per_query"])
+            for name, entry in content["measured"].items()
+        }
+        for name, one in sets.items():
+            lengths = {len(values) for values in one.per_query.values()} | {len(set(one.queries))}
+            if lengths != {len(one.queries)}:
+                raise ValueError(f"{name}: its figures are not one for each of its queries")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"{path}: no result of `pixelrag eval --output` with figures of every query: {error!r}"
         ) from error
-    return measured
-
-
-def main(argv: Sequence[str]) -> int:
-    """Print the comparison of two files; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="pixelrag compare", description=__doc__)
-    kind = "a .json file of `pixelrag eval --output`, or a TREC run"
-    parser.add_argument("baseline", type=Path, help=kind)
-    parser.add_argument("new", type=Path, help=f"the same of what is compared with it: {kind}")
-    parser.add_argument("--qrels", type=Path, help="TREC qrels that judge the runs")
-    options = parser.parse_args(list(argv))
-    qrels = None if options.qrels is None else read_qrels(options.qrels)
-    baseline, new = (read_measured(path, qrels) for path in (options.baseline, options.new))
-    lines = table(compare(baseline, new), len(new.queries))
-    sys.stdout.write("\n".join(lines) + "\n")
-    return 0
+    return sets

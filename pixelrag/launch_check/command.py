@@ -6,8 +6,11 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from pixelrag.launch_check.probe import Report, probe
+if TYPE_CHECKING:
+    from pixelrag.launch_check.probe import Report
+
 
 # Beyond this, timeouts and log lines of two hosts cannot be compared.
 MAX_SKEW_MS = 1000.0
@@ -44,12 +47,14 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         EngineError: a rank is missing, or versions, drivers or files differ; on every rank.
     """
+    options = parse(argv)
+    # Here, so that --help needs no torch.
     from pixelrag.distributed.collectives import gather_objects, told_by_main
     from pixelrag.distributed.env import process_group
     from pixelrag.distributed.together import together
     from pixelrag.errors import EngineError
+    from pixelrag.launch_check.probe import probe
 
-    options = parse(argv)
     sizes = (8, options.message_mib << 20)
     with process_group(options.device, options.timeout) as world:
         with together():

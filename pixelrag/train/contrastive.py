@@ -19,6 +19,8 @@ from pixelrag.distributed.env import World
 from pixelrag.distributed.together import together
 from pixelrag.errors import CheckpointError, ConfigError
 from pixelrag.evaluate.pairs import PairEvaluator
+from pixelrag.evaluate.retriever import RetrieverEvaluator
+from pixelrag.evaluate.tiles import TileEvaluator
 from pixelrag.export.hf import export_embedder
 from pixelrag.gradcache import gradcache_step, split_batch
 from pixelrag.gradcache.step import Pairs
@@ -263,8 +265,8 @@ def build_biencoder(config: ContrastiveConfig) -> tuple[BiEncoder, Preprocessor]
 
 def build_evaluator(
     config: ContrastiveConfig, world: World, preprocessor: Preprocessor
-) -> PairEvaluator | None:
-    """Open the held-out rows; None where the configuration names none. A collective."""
+) -> RetrieverEvaluator | None:
+    """Open what is held out; None where the configuration names nothing. A collective."""
     held_out = open_held_out(config)
     guide = None if held_out is None else open_guide(config, world)
     return evaluator_of(config, held_out, preprocessor, guide)
@@ -275,25 +277,31 @@ def evaluator_of(
     held_out: HeldOut | None,
     preprocessor: Preprocessor,
     guide: Guide | None,
-) -> PairEvaluator | None:
-    """Join held-out rows, a model's preprocessor and a guide; a collective."""
+) -> RetrieverEvaluator | None:
+    """Join what is held out, a model's preprocessor and a guide; a collective."""
     if held_out is None:
         return None
+    size = config.eval.batch_size
+    pairs = tiles = None
     with together():
-        if not preprocessor.has_vision:
-            require_text(held_out.rows)
-        if guide is not None:
-            guide.require_readable(held_out.rows)
-        return PairEvaluator(
-            held_out.rows,
-            preprocessor,
-            corpus=held_out.corpus,
-            batch_size=config.eval.batch_size,
-            retrieval=config.eval.retrieval,
-            objective=objective_of(config.loss),
-            mask_same_content=config.loss.mask_same_content,
-            guide=None if guide is None else (guide, guide.preprocessor),
-        )
+        if held_out.rows:
+            if not preprocessor.has_vision:
+                require_text(held_out.rows)
+            if guide is not None:
+                guide.require_readable(held_out.rows)
+            pairs = PairEvaluator(
+                held_out.rows,
+                preprocessor,
+                corpus=held_out.corpus,
+                batch_size=size,
+                retrieval=config.eval.retrieval,
+                objective=objective_of(config.loss),
+                mask_same_content=config.loss.mask_same_content,
+                guide=None if guide is None else (guide, guide.preprocessor),
+            )
+        if held_out.tiles is not None:
+            tiles = TileEvaluator(held_out.tiles, preprocessor, batch_size=size)
+    return RetrieverEvaluator(pairs, tiles, config.eval)
 
 
 def _say_arithmetic(

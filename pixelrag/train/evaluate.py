@@ -24,8 +24,15 @@ from pixelrag.errors import CheckpointError, ConfigError
 from pixelrag.evaluate.answer_page import write_answers
 from pixelrag.evaluate.answer_rows import answer_rows
 from pixelrag.evaluate.bootstrap import bootstrap_interval
-from pixelrag.evaluate.compare import Measured, as_json, compare, read_measured, table
-from pixelrag.evaluate.pairs import PairEvaluation
+from pixelrag.evaluate.compare import (
+    Measured,
+    as_json,
+    compare_sets,
+    measured_json,
+    read_measured,
+    tables,
+)
+from pixelrag.evaluate.retriever import RetrieverEvaluation
 from pixelrag.evaluate.runs import qrels_text, run_text
 from pixelrag.losses.temperature import scale_and_bias
 from pixelrag.retrieval.durable import put_text
@@ -58,21 +65,20 @@ def main(config: ContrastiveConfig | DistillConfig | RagConfig, own: Mapping[str
     with world_of(config) as world:
         baseline = _baseline(config, own["baseline"], world) if "baseline" in own else None
         measured = _measure(config, world, named="run_file" in own or "qrels_file" in own)
-        lines = _lines(measured.figures, measured.per_query)
+        lines = _lines(measured)
         content = measured.content | {"data": list(config.data.eval or config.data.train)}
         if baseline is not None:
-            differences = compare(baseline, Measured(measured.queries, measured.per_query))
-            content |= {"baseline": own["baseline"], "comparison": as_json(differences)}
-            lines += ["", f"baseline {own['baseline']}"]
-            lines += table(differences, len(measured.queries))
+            compared = compare_sets(baseline, measured.sets)
+            content |= {"baseline": own["baseline"], "comparison": as_json(compared)}
+            lines += ["", f"baseline {own['baseline']}", *tables(compared)]
         if world.is_main:
             say("\n".join(lines))
         if "output" in own:
             from_main(lambda: _write(json.dumps(content), "output", own))
         if "run_file" in own:
-            from_main(lambda: _write(run_text(measured.pairs.run, "pixelrag"), "run_file", own))
+            from_main(lambda: _write(run_text(measured.retriever.run, "pixelrag"), "run_file", own))
         if "qrels_file" in own:
-            from_main(lambda: _write(qrels_text(measured.pairs.qrels), "qrels_file", own))
+            from_main(lambda: _write(qrels_text(measured.retriever.qrels), "qrels_file", own))
         if measured.rag is not None and "answers" in own:
             from_main(lambda: _show(measured.rag, Path(own["answers"])))
     return 0
@@ -80,28 +86,33 @@ def main(config: ContrastiveConfig | DistillConfig | RagConfig, own: Mapping[str
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """Figures, the values of each query behind them where there are any, and what belongs to it."""
+    """What an evaluation gave.
+
+    Attributes:
+        figures: by name.
+        details: what else `--output` tells.
+        sets: every query's figures, by the set of queries.
+        values: what each figure is the mean of, by its name, where it is one.
+        rag, retriever: the evaluation itself, of such a job.
+    """
 
     figures: dict[str, float]
     details: dict[str, Any]
-    per_query: dict[str, np.ndarray] = field(default_factory=dict)
-    queries: list[str] = field(default_factory=list)
+    sets: dict[str, Measured] = field(default_factory=dict)
+    values: dict[str, np.ndarray] = field(default_factory=dict)
     rag: RagEvaluation | None = None
-    pairs: PairEvaluation | None = None
+    retriever: RetrieverEvaluation | None = None
 
     @property
     def content(self) -> dict[str, Any]:
         """As `--output` has it."""
-        content = {**self.details, "figures": self.figures}
-        if not self.per_query:
-            return content
-        values = {name: values.tolist() for name, values in self.per_query.items()}
-        return content | {"queries": self.queries, "per_query": values}
+        return {**self.details, "figures": self.figures, "measured": measured_json(self.sets)}
 
 
 def _refuse(config: ContrastiveConfig | DistillConfig | RagConfig, own: Mapping[str, str]) -> None:
     taught = isinstance(config, DistillConfig)
-    if not config.data.eval and not (taught and config.data.eval_samples):
+    others = config.data.eval_samples if taught else getattr(config.eval, "miniv8", None)
+    if not config.data.eval and not others:
         raise ConfigError("data.eval: got no files; name the held-out rows to evaluate on")
     asked = [f"--{name}" for name in _RETRIEVER_ONLY if name in own]
     if asked and not isinstance(config, ContrastiveConfig):
@@ -109,8 +120,12 @@ def _refuse(config: ContrastiveConfig | DistillConfig | RagConfig, own: Mapping[
             f"{', '.join(asked)}: only for retrievers; write --output of two models and compare "
             "the files with `pixelrag compare`"
         )
-    if asked and not config.eval.retrieval:
-        raise ConfigError(f"{', '.join(asked)} while eval.retrieval is false; set it true")
+    if asked and not (config.eval.retrieval and config.data.eval):
+        others = ["--baseline"] if config.eval.miniv8 is not None else []
+        if asked != others:
+            raise ConfigError(
+                f"{', '.join(asked)}: needs data.eval, and eval.retrieval true, to rank documents"
+            )
     if "answers" not in own:
         return
     if not isinstance(config, RagConfig):
@@ -123,14 +138,16 @@ def _refuse(config: ContrastiveConfig | DistillConfig | RagConfig, own: Mapping[
     require_writable(Path(own["answers"]), "--answers")
 
 
-def _baseline(config: ContrastiveConfig, baseline: str, world: World) -> Measured:
+def _baseline(config: ContrastiveConfig, baseline: str, world: World) -> dict[str, Measured]:
     """The baseline's figures: read from a file, or measured as the model's own are."""
     path = Path(baseline)
     if path.suffix == ".json" and path.is_file():
         return from_main(lambda: read_measured(path))
     model = config.model.model_copy(update={"name_or_path": baseline})
-    measured = evaluate(config.model_copy(update={"model": model}), world)
-    return Measured(measured.queries, measured.per_query)
+    # Its answers to questions would be compared with nothing.
+    mute = dict.fromkeys(("reader_url", "reader_model", "grader_url", "grader_model"))
+    changed = {"model": model, "eval": config.eval.model_copy(update=mute)}
+    return evaluate(config.model_copy(update=changed), world).measured
 
 
 def _measure(
@@ -144,17 +161,28 @@ def _measure(
             "answers": [item.to_json() for item in found.answered],
         }
         queries = [item.question.sample_id for item in found.answered]
-        return _Measured(found.figures, details, found.per_question, queries, rag=found)
+        # What is known of some questions only has an interval, but no place in a paired test.
+        whole = {k: v for k, v in found.per_question.items() if len(v) == len(queries)}
+        values = {f"eval/{name}": value for name, value in found.per_question.items()}
+        sets = {"eval": Measured(queries, whole)} if whole else {}
+        return _Measured(found.figures, details, sets, values, rag=found)
     if isinstance(config, DistillConfig):
         names = (config.student.name_or_path, config.teacher.name_or_path)
         details = dict(zip(("model", "teacher"), names, strict=True))
         return _Measured(distill.evaluate(config, world), details)
     found = evaluate(config, world, run_depth=RUN_DEPTH if named else 0)
-    details = {"model": config.model.name_or_path}
-    return _Measured(found.figures, details, found.per_query, found.queries, pairs=found)
+    details: dict[str, Any] = {"model": config.model.name_or_path}
+    if found.answers:
+        details["answers"] = [answer.to_json() for answer in found.answers]
+    values = {
+        f"{name}/{figure}": value
+        for name, one in found.measured.items()
+        for figure, value in one.per_query.items()
+    }
+    return _Measured(found.figures, details, found.measured, values, retriever=found)
 
 
-def evaluate(config: ContrastiveConfig, world: World, *, run_depth: int = 0) -> PairEvaluation:
+def evaluate(config: ContrastiveConfig, world: World, *, run_depth: int = 0) -> RetrieverEvaluation:
     """Load the model and evaluate it; a collective. See `PairEvaluator` for ``run_depth``."""
     container, preprocessor = build_biencoder(config)
     evaluator = build_evaluator(config, world, preprocessor)
@@ -163,13 +191,12 @@ def evaluate(config: ContrastiveConfig, world: World, *, run_depth: int = 0) -> 
     return evaluator(engine, scale, bias, run_depth=run_depth)
 
 
-def _lines(figures: Mapping[str, float], per_query: Mapping[str, np.ndarray]) -> list[str]:
+def _lines(measured: _Measured) -> list[str]:
     lines = []
-    for name, value in figures.items():
+    for name, value in measured.figures.items():
         line = f"{name:<16} {value:.4f}"
-        values = per_query.get(name.removeprefix("eval/"))
-        if values is not None:
-            interval = bootstrap_interval(values, seed=0)
+        if name in measured.values:
+            interval = bootstrap_interval(measured.values[name], seed=0)
             line += f"   95 % interval {interval.low:.4f} to {interval.high:.4f}"
         lines.append(line)
     return lines

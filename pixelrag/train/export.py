@@ -1,4 +1,4 @@
-"""`pixelrag export`: makes of a checkpoint, best/ or last/ what other tools load. Needs no GPU.
+"""Makes of a checkpoint, best/ or last/ what other tools load. Needs no GPU.
 
 The model is held in memory once, in float32: its base is loaded, the checkpoint's tensors are
 copied into it from the mapped file, adapters are merged in place, weights are written in shards.
@@ -6,9 +6,6 @@ copied into it from the mapped file, adapters are merged in place, weights are w
 
 from __future__ import annotations
 
-import argparse
-import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,6 @@ from pixelrag.config.contrastive import ContrastiveConfig
 from pixelrag.config.distill import DistillConfig
 from pixelrag.config.jobs import config_class, job_of
 from pixelrag.config.parts import LoraConfig, ModelConfig
-from pixelrag.console import say
 from pixelrag.distributed.env import process_group, read_ranks
 from pixelrag.errors import CheckpointError, ConfigError
 from pixelrag.export.causal import export_causal
@@ -40,11 +36,6 @@ from pixelrag.train.job import show_log, worded_disk_errors
 from pixelrag.train.rag_data import build_parts
 from pixelrag.train.run_state import load_parameters
 
-logger = logging.getLogger("pixelrag")
-
-FORMS = ("hf", "adapter", "merged", "sentence-transformers")
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 @dataclass(frozen=True, slots=True)
 class Trained:
@@ -57,41 +48,6 @@ class Trained:
     base: str
 
 
-def main(argv: Sequence[str]) -> int:
-    """Export what the command line names; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="pixelrag export", description=__doc__)
-    parser.add_argument(
-        "checkpoint", type=Path, help="checkpoint-<step>, best or last of a run's folder"
-    )
-    parser.add_argument(
-        "--to", choices=FORMS, required=True,
-        help="hf: the whole model for from_pretrained; adapter: LoRA weights alone, for PEFT; "
-        "merged: base and adapter in one; sentence-transformers: whole, with that library's files",
-    )  # fmt: skip
-    parser.add_argument("--output", type=Path, required=True, help="folder to write")
-    parser.add_argument(
-        "--dtype", choices=_DTYPES, default="float32", help="of the written weights (float32)"
-    )
-    parser.add_argument(
-        "--max-shard-size", default=MAX_SHARD_SIZE,
-        help=f"larger weights are several files and an index ({MAX_SHARD_SIZE})",
-    )  # fmt: skip
-    options = parser.parse_args(list(argv))
-    if read_ranks()[1] > 1:
-        raise ConfigError("pixelrag export runs on one process; start it without a launcher")
-    show_log(0)
-    with process_group("cpu"), worded_disk_errors(options.output):
-        export(
-            options.checkpoint,
-            options.to,
-            options.output,
-            dtype=_DTYPES[options.dtype],
-            max_shard_size=options.max_shard_size,
-        )
-    say(f"exported {options.checkpoint} to {options.output}")
-    return 0
-
-
 def export(
     checkpoint: Path,
     form: str,
@@ -100,15 +56,32 @@ def export(
     dtype: torch.dtype = torch.float32,
     max_shard_size: str = MAX_SHARD_SIZE,
 ) -> None:
-    """Write ``checkpoint`` in a form of `FORMS`.
+    """Write a checkpoint in another form.
+
+    Args:
+        checkpoint: checkpoint-<step>, best or last of a run's folder.
+        form: hf, adapter, merged or sentence-transformers.
+        output: folder to write.
+        dtype: of the written weights.
+        max_shard_size: larger weights are several files and an index.
 
     Raises:
         CheckpointError: not a folder that can be exported, or altered; or ``output`` holds
             something else.
         ConfigError: the form does not fit what was trained.
     """
+    if read_ranks()[1] > 1:
+        raise ConfigError("pixelrag export runs on one process; start it without a launcher")
     if output.resolve() == checkpoint.resolve():
         raise ConfigError(f"--output {output}: is the checkpoint itself; choose another folder")
+    show_log(0)
+    with process_group("cpu"), worded_disk_errors(output):
+        _export(checkpoint, form, output, dtype, max_shard_size)
+
+
+def _export(
+    checkpoint: Path, form: str, output: Path, dtype: torch.dtype, max_shard_size: str
+) -> None:
     if (checkpoint / "state.json").is_file():
         verify_dir(checkpoint)
         argv = ["--config", str(checkpoint / "config.yaml")]

@@ -11,6 +11,7 @@ from pixelrag.data.files import files_of
 from pixelrag.data.images import image_progress_bar
 from pixelrag.data.pairs import DataReport, PairDataset, check_files, load_corpus
 from pixelrag.data.schema import Document, PairRow
+from pixelrag.data.tile_questions import TileSet, load_tile_set
 from pixelrag.distributed.collectives import from_main
 from pixelrag.distributed.together import together
 from pixelrag.errors import DataError
@@ -18,10 +19,17 @@ from pixelrag.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """Rows to evaluate on, and the corpus to search, by id (None = all documents of the rows)."""
+    """What to evaluate on; at least one of ``rows`` and ``tiles`` is there.
+
+    Attributes:
+        rows: held-out rows.
+        corpus: documents to search for them, by id; None = all documents of the rows.
+        tiles: questions about tiles; None without any.
+    """
 
     rows: list[PairRow]
     corpus: dict[str, Document] | None
+    tiles: TileSet | None = None
 
 
 def open_dataset(config: ContrastiveConfig, files: list[Path]) -> PairDataset:
@@ -45,17 +53,27 @@ def open_dataset(config: ContrastiveConfig, files: list[Path]) -> PairDataset:
 
 
 def open_held_out(config: ContrastiveConfig) -> HeldOut | None:
-    """Open ``data.eval`` and ``eval.corpus``; None where the first names no file. A collective.
+    """Open ``data.eval``, ``eval.corpus`` and ``eval.miniv8``; None without any. A collective.
 
     Raises:
-        DataError: as ``open_dataset``; or an entry of the corpus cannot be used.
+        DataError: as ``open_dataset``; or an entry of the corpus, a question or a tile cannot be
+            used.
     """
-    if not config.data.eval:
+    options = config.eval
+    if not config.data.eval and options.miniv8 is None:
         return None
-    files = from_main(lambda: files_of(config.data.eval, "eval"))
-    rows = open_dataset(config, files).rows[: config.eval.max_rows]
-    path = config.eval.corpus
-    return HeldOut(rows, from_main(lambda: load_corpus(path)) if path else None)
+    rows: list[PairRow] = []
+    if config.data.eval:
+        files = from_main(lambda: files_of(config.data.eval, "eval"))
+        rows = open_dataset(config, files).rows[: options.max_rows]
+    corpus = from_main(lambda: load_corpus(options.corpus)) if options.corpus else None
+    tiles = from_main(lambda: _open_tiles(config)) if options.miniv8 else None
+    return HeldOut(rows, corpus, tiles)
+
+
+def _open_tiles(config: ContrastiveConfig) -> TileSet:
+    with image_progress_bar(f"Opening tiles of {config.eval.miniv8}") as progress:
+        return load_tile_set(config.eval.miniv8, config.eval.max_questions, progress)
 
 
 def require_text(rows: Iterable[PairRow], option: str = "model.name_or_path") -> None:

@@ -16,6 +16,7 @@ def check(config: ContrastiveConfig) -> int:
     from pixelrag.data.files import data_files
     from pixelrag.data.images import image_progress_bar
     from pixelrag.data.pairs import load_corpus
+    from pixelrag.data.tile_questions import load_tile_set
 
     failed = False
     seen: list[list[Path]] = []
@@ -31,15 +32,19 @@ def check(config: ContrastiveConfig) -> int:
         except DataError as error:
             failed = True
             say(str(error))
-    corpus = config.eval.corpus
-    if corpus is not None:
-        try:
+    corpus, miniv8 = config.eval.corpus, config.eval.miniv8
+    try:
+        if corpus is not None:
             with image_progress_bar(f"Opening images of {corpus}") as progress:
                 documents = load_corpus(corpus, progress)
             say(f"{corpus}: {len(documents)} distinct documents to search")
-        except DataError as error:
-            failed = True
-            say(str(error))
+        if miniv8 is not None:
+            with image_progress_bar(f"Opening tiles of {miniv8}") as progress:
+                tiles = load_tile_set(miniv8, config.eval.max_questions, progress)
+            say(f"{miniv8}: {len(tiles.questions)} questions about {len(tiles.tiles)} tiles")
+    except DataError as error:
+        failed = True
+        say(str(error))
     return DataError.exit_code if failed else 0
 
 

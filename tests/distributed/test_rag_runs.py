@@ -334,6 +334,6 @@ def test_what_was_exported_is_evaluated(alone: Results, folder: Path, tmp_path: 
     lines = [json.loads(x) for x in (tmp_path / "answers/answers.jsonl").read_text().splitlines()]
     assert [line["written"] for line in lines] == [one["answer"] for one in written["answers"]]
     found = [any(hit["gold"] for hit in line["passages"][:5]) for line in lines]
-    assert found == written["per_query"]["recall@5"]
+    assert found == written["measured"]["eval"]["per_query"]["recall@5"]
     assert "7 held-out questions" in (tmp_path / "answers/answers.html").read_text()
     assert not (tmp_path / "work" / "eval").exists()

@@ -90,6 +90,13 @@ def kill_in_encode(payload: dict[str, Any]) -> None:
     mine.encode = counted
 
 
+def no_pauses(payload: dict[str, Any]) -> None:
+    """Requests that fail are tried again at once."""
+    from pixelrag.evaluate.chat_api import ChatApi
+
+    ChatApi.__init__.__kwdefaults__["pause"] = lambda _: None
+
+
 def signal_self(payload: dict[str, Any]) -> None:
     """SIGTERM to this process, on rank `rank` alone, in the middle of batch `batch`."""
     if _rank() == payload["rank"]:

@@ -35,12 +35,13 @@ def test_runs_qrels_and_results_agree(asked, tmp_path, shelf):
     flags = ["--run-file", paths["run"], "--qrels-file", paths["qrels"]]
     asked(*flags, "--output", paths["all.json"], nproc=2, eval={"corpus": path}).check()
     written = json.loads((tmp_path / "out" / "all.json").read_text())
-    assert written["queries"] == [f"eval.jsonl:{i}" for i in range(1, 10)]
+    rows = written["measured"]["eval"]
+    assert rows["queries"] == [f"eval.jsonl:{i}" for i in range(1, 10)]
     qrels = read_qrels(tmp_path / "out" / "qrels")
     assert qrels["eval.jsonl:1"] == {"doc%2026"}
-    judged = read_measured(tmp_path / "out" / "run", qrels)
+    judged = read_measured(tmp_path / "out" / "run", qrels)["eval"]
     for name, values in judged.per_query.items():
-        assert values.tolist() == pytest.approx(written["per_query"][name])
+        assert values.tolist() == pytest.approx(rows["per_query"][name])
         assert written["figures"][f"eval/{name}"] == pytest.approx(values.mean())
     assert 0 < judged.per_query["mrr"].mean() < 1
 
@@ -52,11 +53,11 @@ def test_a_baseline_may_be_a_model_or_an_earlier_result(asked, tmp_path, shelf):
     for baseline in (other, str(tmp_path / "first.json")):
         out = tmp_path / "second.json"
         ended = asked("--baseline", baseline, "--output", str(out)).check()
-        assert "paired over 9 queries:" in ended.text
+        assert "eval, paired over 9 queries:" in ended.text
         ends.append(json.loads(out.read_text()))
     first = json.loads((tmp_path / "first.json").read_text())
     assert ends[0]["comparison"] == ends[1]["comparison"]
-    mrr = ends[0]["comparison"]["mrr"]
+    mrr = ends[0]["comparison"]["eval"]["mrr"]
     assert mrr["baseline"] == pytest.approx(first["figures"]["eval/mrr"])
     assert mrr["value"] == pytest.approx(ends[0]["figures"]["eval/mrr"])
     assert mrr["baseline"] != mrr["value"]
@@ -69,4 +70,4 @@ def test_what_needs_a_ranking_is_refused_without_one(asked, tmp_path):
         "--run-file", "r", eval={"retrieval": False}, checkpoint={"best_metric": "eval/loss"}
     )
     assert ended.codes == [2]
-    assert "--run_file while eval.retrieval is false" in ended.text
+    assert "--run_file: needs data.eval, and eval.retrieval true" in ended.text

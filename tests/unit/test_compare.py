@@ -9,7 +9,7 @@ from scipy import stats
 from pixelrag.cli import main
 from pixelrag.errors import DataError
 from pixelrag.evaluate.bootstrap import paired_bootstrap, randomization_test
-from pixelrag.evaluate.compare import Measured, compare, read_measured
+from pixelrag.evaluate.compare import Measured, compare, compare_sets, read_measured
 
 
 def test_the_p_value_is_that_of_scipy():
@@ -47,7 +47,8 @@ def test_queries_are_matched_by_name():
 
 
 def _written(path, queries, **figures):
-    path.write_text(json.dumps({"queries": queries, "per_query": figures}))
+    measured = {"eval": {"queries": queries, "per_query": figures}}
+    path.write_text(json.dumps({"measured": measured}))
     return str(path)
 
 
@@ -57,7 +58,7 @@ def test_the_command_compares_results_and_runs(tmp_path, capsys):
     after = _written(tmp_path / "b.json", names, mrr=[1.0] * 12, f1=[0.0] * 12)
     assert main(["compare", before, after]) == 0
     head, _, line = capsys.readouterr().out.splitlines()
-    assert head == "paired over 12 queries:"
+    assert head == "eval, paired over 12 queries:"
     assert line.split()[:4] == ["mrr", "0.0000", "1.0000", "+1.0000"]
     (tmp_path / "qrels").write_text("q1 0 a 1\nq2 0 b 1\n")
     (tmp_path / "first").write_text("q1 Q0 a 1 1.0 t\nq2 Q0 a 1 2.0 t\nq2 Q0 b 2 1.0 t\n")
@@ -75,9 +76,12 @@ def test_what_cannot_be_compared_is_said(tmp_path):
     mrr = Measured(["a", "b"], {"mrr": [0.0, 1.0]})
     with pytest.raises(DataError, match="2 queries were measured on one side only, first 'b'"):
         compare(mrr, Measured(["a", "c"], {"mrr": [0.0, 1.0]}))
+    with pytest.raises(DataError, match="figures of eval, the new one of no queries"):
+        compare_sets({"eval": mrr}, {})
     with pytest.raises(DataError, match="no figure is common: the baseline has mrr"):
         compare(mrr, Measured(["a", "b"], {"em": [0.0, 1.0]}))
-    for content in ("{", "{}", '{"queries": ["a"], "per_query": {"mrr": [0.0, 1.0]}}'):
+    short = '{"measured": {"eval": {"queries": ["a"], "per_query": {"mrr": [0.0, 1.0]}}}}'
+    for content in ("{", "{}", "[]", short):
         (tmp_path / "bad.json").write_text(content)
         with pytest.raises(DataError, match="no result of `pixelrag eval --output`"):
             read_measured(tmp_path / "bad.json")

@@ -72,9 +72,9 @@ def run_workers(
         ]
 
 
-def _start(folder: str, rank: int, nproc: int, env: Mapping[str, str]) -> subprocess.Popen:
-    threads = str(max(1, (os.cpu_count() or 1) // nproc))
-    variables = os.environ | {
+def variables_of(folder: str, rank: int, nproc: int) -> dict[str, str]:
+    """What tells a local process its place; the processes meet in ``folder``."""
+    return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(nproc),
@@ -82,12 +82,15 @@ def _start(folder: str, rank: int, nproc: int, env: Mapping[str, str]) -> subpro
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "0",
         "PIXELRAG_RENDEZVOUS_FILE": str(Path(folder, "rendezvous")),
-        "OMP_NUM_THREADS": threads,
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc)),
     }
+
+
+def _start(folder: str, rank: int, nproc: int, env: Mapping[str, str]) -> subprocess.Popen:
     with Path(folder, f"output{rank}.txt").open("w") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "pixelrag.distributed.spawn", folder],
-            env=variables | dict(env),
+            env=os.environ | variables_of(folder, rank, nproc) | dict(env),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -123,7 +126,8 @@ def _outputs(folder: str, nproc: int) -> str:
     return "\n".join(parts)
 
 
-def _work(folder: str) -> None:
+def work(folder: str) -> None:
+    """A worker's whole life: its job is in ``folder``, and its result goes there."""
     from pixelrag.distributed.env import process_group
 
     job = json.loads(Path(folder, "job.json").read_text(encoding="utf-8"))
@@ -136,7 +140,7 @@ def _work(folder: str) -> None:
 if __name__ == "__main__":
     code = 0
     try:
-        _work(sys.argv[1])
+        work(sys.argv[1])
     except BaseException:  # noqa: BLE001 - shown below; the parent raises
         traceback.print_exc()
         code = 1

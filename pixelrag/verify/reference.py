@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from pixelrag.gradcache.minibatch import split_batch
 from pixelrag.losses.contrastive import Objective
@@ -28,23 +29,40 @@ class Reference:
     gradients: dict[str, torch.Tensor]
     temperature_terms: float
 
+    def save(self, file: Path) -> None:
+        """Write the reference to ``file``."""
+        numbers = torch.tensor([self.loss, self.temperature_terms], dtype=torch.float64)
+        save_file(self.gradients | {"": numbers}, file)
+
+    @classmethod
+    def read(cls, file: Path) -> Reference:
+        """Read what `save` wrote."""
+        gradients = load_file(file)
+        loss, temperature_terms = gradients.pop("").tolist()
+        return cls(loss, gradients, temperature_terms)
+
 
 class Oracle:
-    """Computes references and keeps those that several cases share."""
+    """Computes references and keeps them in a folder, where the next engine's run finds them.
+
+    Args:
+        folder: as given to ``inputs.write_inputs``; of one process.
+        world_size: ranks whose batches make the global batch.
+    """
 
     def __init__(self, folder: Path, world_size: int) -> None:
         self._folder = folder
         self._world_size = world_size
         self._models: dict = {}
-        self._kept: dict = {}
 
     def __call__(self, case: Case) -> Reference:
         """Return the reference of ``case``; engines and, without dropout, chunk sizes share it."""
-        chunk = case.chunk_size if case.dropout else None
+        chunk = case.chunk_size if case.dropout else "any"
         key = (case.training, case.dropout, chunk, case.negatives, case.modality, case.loss)
-        if key not in self._kept:
-            self._kept[key] = self._compute(case)
-        return self._kept[key]
+        file = self._folder / f"reference {' '.join(map(str, key))}.safetensors"
+        if not file.exists():
+            self._compute(case).save(file)
+        return Reference.read(file)
 
     def _compute(self, case: Case) -> Reference:
         model, preprocessor = self._model(case)

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import subprocess
-import sys
+import tempfile
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,14 @@ import torch.distributed as dist
 
 from pixelrag.distributed.env import World, process_group
 from pixelrag.distributed.spawn import run_workers
+from tests.train import nursery
 
-ROOT = Path(__file__).resolve().parents[2]
-_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+DETAIL = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+_VARIABLES = {
+    "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+    "PYTHONWARNINGS": "ignore",
+    "OMP_NUM_THREADS": "1",
+}
 
 
 class Results:
@@ -52,22 +56,33 @@ def run_cases(
     *,
     nproc: int,
     env: dict[str, str] | None = None,
+    warm: bool = True,
     timeout_seconds: float = 600.0,
     collective_timeout_seconds: float = 60.0,
 ) -> Results:
     """Call ``function(world, case)`` for each case on every rank; names a ``module:function``.
 
-    ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` turns mismatched collectives into errors that name them.
+    Args:
+        function: see above.
+        cases: by name.
+        nproc: ranks.
+        env: further environment variables; `DETAIL` turns mismatched collectives into errors that
+            name them, and doubles the time.
+        warm: fork the ranks from a server that has imported everything; False = interpreters that
+            start from nothing, for what acts in imports.
+        timeout_seconds: for all cases.
+        collective_timeout_seconds: how long a collective waits for a missing rank.
     """
-    by_rank = run_workers(
-        "tests.distributed.harness:_each_case",
-        {"function": function, "cases": cases},
-        nproc=nproc,
-        device="cpu",
-        timeout_seconds=timeout_seconds,
-        collective_timeout_seconds=collective_timeout_seconds,
-        env=_variables() | (env or {}),
-    )
+    with nursery.warm_workers() if warm else nullcontext():
+        by_rank = run_workers(
+            "tests.distributed.harness:_each_case",
+            {"function": function, "cases": cases},
+            nproc=nproc,
+            device="cpu",
+            timeout_seconds=timeout_seconds,
+            collective_timeout_seconds=collective_timeout_seconds,
+            env=_VARIABLES | (env or {}),
+        )
     return Results(by_rank)
 
 
@@ -75,34 +90,20 @@ def run_alone(
     function: str, cases: dict[str, dict[str, Any]], *, env: dict[str, str] | None = None
 ) -> Results:
     """The same in one process that no launcher started."""
-    environment = {k: v for k, v in os.environ.items() if k not in _LAUNCHER}
-    environment |= _variables() | (env or {})
-    done = subprocess.run(
-        [sys.executable, "-c", "from tests.distributed.harness import _alone; _alone()"],
-        input=json.dumps({"function": function, "cases": cases}),
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return Results([json.loads(done.stdout.splitlines()[-1])])
+    with tempfile.TemporaryDirectory(prefix="pixelrag-") as folder:
+        log, result = Path(folder, "output.txt"), Path(folder, "result.json")
+        payload = {"function": function, "cases": cases}
+        process = nursery.fork(_alone, payload, str(result), log=log, env=env or {})
+        process.join(600)
+        code = process.exitcode
+        process.kill()
+        assert code == 0, log.read_text(errors="replace")[-4000:]
+        return Results([json.loads(result.read_text())])
 
 
-def _variables() -> dict[str, str]:
-    return {
-        "PYTHONPATH": str(ROOT),
-        "PYTHONWARNINGS": "ignore",
-        "OMP_NUM_THREADS": "1",
-        "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
-    }
-
-
-def _alone() -> None:
+def _alone(payload: dict[str, Any], result: str) -> None:
     with process_group("cpu") as world:
-        results = _each_case(world, json.load(sys.stdin))
-    print(json.dumps(results), flush=True)
-    os._exit(0)  # gloo's threads can abort the interpreter's exit
+        Path(result).write_text(json.dumps(_each_case(world, payload)))
 
 
 def _each_case(world: World, payload: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from tests.distributed.trials import assert_exact, run_trial
 pytestmark = pytest.mark.distributed
 
 TRIAL = "tests.distributed.trials:run_trial"
-QUIET = {"TORCH_DISTRIBUTED_DEBUG": "OFF"}  # the same trials run under DETAIL in test_matrix
 
 # zero_optimization settings that change how and when DeepSpeed communicates, but not what.
 SETTINGS_12: dict[str, dict[str, Any]] = {
@@ -49,7 +48,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def results() -> Results:
-    return run_cases(TRIAL, CASES, nproc=2, env=QUIET)
+    return run_cases(TRIAL, CASES, nproc=2)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -87,7 +86,7 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Path]:
         "TORCH_EXTENSIONS_DIR": str(extensions),
     }
     target = "tests.distributed.test_deepspeed_habits:without_compiler"
-    return run_cases(target, NO_COMPILER, nproc=2, env=QUIET | env), extensions
+    return run_cases(target, NO_COMPILER, nproc=2, env=env, warm=False), extensions
 
 
 @pytest.mark.parametrize("name", NO_COMPILER)

@@ -72,8 +72,7 @@ CASES |= {
 
 @pytest.fixture(scope="module")
 def results() -> Results:
-    # DETAIL triples the time and checks nothing that the same trials in test_matrix do not.
-    return run_cases(TRIAL, CASES, nproc=2, env={"TORCH_DISTRIBUTED_DEBUG": "OFF"})
+    return run_cases(TRIAL, CASES, nproc=2)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -7,13 +7,12 @@ and in documents alone. The bars are the issue's: 1e-5 in fp32, 1e-10 in float64
 
 import pytest
 
-from tests.distributed.harness import Results, run_alone, run_cases
+from tests.distributed.harness import DETAIL, Results, run_alone, run_cases
 from tests.distributed.trials import assert_exact, every_mode
 
 pytestmark = pytest.mark.distributed
 
 TRIAL = "tests.distributed.trials:run_trial"
-QUIET = {"TORCH_DISTRIBUTED_DEBUG": "OFF"}  # DETAIL, on two ranks, doubles the time
 ENGINES = ("ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2")
 
 EVERY_MODE = every_mode(*ENGINES)
@@ -44,22 +43,22 @@ THREE_RANKS = {
 
 @pytest.fixture(scope="module")
 def two_ranks() -> Results:
-    return run_cases(TRIAL, TWO_RANKS, nproc=2)
+    return run_cases(TRIAL, TWO_RANKS, nproc=2, env=DETAIL)
 
 
 @pytest.fixture(scope="module")
 def offload() -> Results:
-    return run_cases(TRIAL, OFFLOAD, nproc=2, env=QUIET)
+    return run_cases(TRIAL, OFFLOAD, nproc=2)
 
 
 @pytest.fixture(scope="module")
 def three_ranks() -> Results:
-    return run_cases(TRIAL, THREE_RANKS, nproc=3, env=QUIET)
+    return run_cases(TRIAL, THREE_RANKS, nproc=3)
 
 
 @pytest.fixture(scope="module")
 def alone() -> Results:
-    return run_alone(TRIAL, EVERY_MODE, env=QUIET)
+    return run_alone(TRIAL, EVERY_MODE)
 
 
 @pytest.mark.parametrize("name", TWO_RANKS)

@@ -112,12 +112,11 @@ TRIALS = {
 # Gathering anew for each of 512 chunks takes long and accumulates no other way.
 MANY = {name: case for name, case in MODES.items() if case["params"] == "resident"}
 FUNCTIONS = {"mixed_dtypes": MODES, "trained_in_bf16": MODES, "many_equal_chunks": MANY}
-QUIET = {"TORCH_DISTRIBUTED_DEBUG": "OFF"}  # thousands of collectives; DETAIL would check each
 
 
 @pytest.fixture(scope="module")
 def trials() -> Results:
-    return run_cases("tests.distributed.trials:run_trial", TRIALS, nproc=2, env=QUIET)
+    return run_cases("tests.distributed.trials:run_trial", TRIALS, nproc=2)
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +126,7 @@ def results() -> Results:
         for function, modes in FUNCTIONS.items()
         for mode, case in modes.items()
     }
-    return run_cases("tests.distributed.test_precision:run_named", cases, nproc=2, env=QUIET)
+    return run_cases("tests.distributed.test_precision:run_named", cases, nproc=2)
 
 
 @pytest.mark.parametrize("name", TRIALS)

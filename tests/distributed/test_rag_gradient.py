@@ -13,7 +13,6 @@ from tests.distributed.trials import assert_exact
 pytestmark = pytest.mark.distributed
 
 TRIAL = "tests.distributed.rag_trials:run_trial"
-QUIET = {"TORCH_DISTRIBUTED_DEBUG": "OFF"}
 ENGINES = ("ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2")
 SHARDED = {"grad_sync": "per_chunk", "params": "sharded"}
 WHOLE = {"chunks": [99, 99, 99]}
@@ -90,12 +89,12 @@ def _in(folder: str, cases: dict[str, dict]) -> dict[str, dict]:
 
 @pytest.fixture(scope="module")
 def alone(folder: str) -> Results:
-    return run_alone(TRIAL, _in(folder, ALONE), env=QUIET)
+    return run_alone(TRIAL, _in(folder, ALONE))
 
 
 @pytest.fixture(scope="module")
 def pair(folder: str) -> Results:
-    return run_cases(TRIAL, _in(folder, PAIR), nproc=2, env=QUIET)
+    return run_cases(TRIAL, _in(folder, PAIR), nproc=2)
 
 
 @pytest.mark.parametrize("name", ALONE)

@@ -70,10 +70,8 @@ def counts() -> Results:
         for name, case in MODES.items()
         for chunks, rows in ROWS_OF_CHUNKS.items()
     }
-    # DETAIL would more than double the time of the sharded modes and changes no count.
-    env = {"TORCH_DISTRIBUTED_DEBUG": "OFF"}
     target = "tests.distributed.test_reductions:count_step"
-    return run_cases(target, cases, nproc=NUM_RANKS, env=env)
+    return run_cases(target, cases, nproc=NUM_RANKS)
 
 
 @pytest.mark.parametrize("num_chunks", ROWS_OF_CHUNKS)

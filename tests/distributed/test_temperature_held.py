@@ -91,8 +91,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def results() -> Results:
-    quiet = {"TORCH_DISTRIBUTED_DEBUG": "OFF"}
-    return run_cases("tests.distributed.test_temperature_held:push", CASES, nproc=2, env=quiet)
+    return run_cases("tests.distributed.test_temperature_held:push", CASES, nproc=2)
 
 
 @pytest.mark.parametrize("name", CASES)

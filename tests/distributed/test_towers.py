@@ -14,7 +14,7 @@ import pytest
 from pixelrag.distributed.env import World
 from pixelrag.engine import build_engine
 from pixelrag.errors import EngineError
-from tests.distributed.harness import Results, run_cases
+from tests.distributed.harness import DETAIL, Results, run_cases
 from tests.distributed.towers import double, make_input, make_towers
 from tests.distributed.toy import make_optimizer, norm_ratio, relative_error
 from tests.distributed.trials import every_mode
@@ -104,7 +104,7 @@ PARTING = {
 
 @pytest.fixture(scope="module")
 def results() -> Results:
-    return run_cases("tests.distributed.test_towers:one_step", CASES, nproc=2)
+    return run_cases("tests.distributed.test_towers:one_step", CASES, nproc=2, env=DETAIL)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -133,5 +133,11 @@ def test_ranks_that_part_inside_a_forward_end_soon(name: str) -> None:
     with pytest.raises(
         (EngineError, pytest.fail.Exception), match=r"[Mm]ismatch|Connection|imed out"
     ):
-        run_cases(target, {name: PARTING[name]}, nproc=2, collective_timeout_seconds=10)[name]
+        run_cases(
+            target,
+            {name: PARTING[name]},
+            nproc=2,
+            env=DETAIL,
+            collective_timeout_seconds=10,
+        )[name]
     assert time.monotonic() - started < 60

@@ -90,11 +90,10 @@ def float64_training() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def runs() -> dict[int, Results]:
     target = "tests.distributed.test_world_size:train"
-    quiet = {"TORCH_DISTRIBUTED_DEBUG": "OFF"}  # thousands of collectives; DETAIL would check each
     return {
-        1: run_alone(target, WAYS, env=quiet),
-        2: run_cases(target, WAYS, nproc=2, env=quiet),
-        4: run_cases(target, WAYS, nproc=4, env=quiet),
+        1: run_alone(target, WAYS),
+        2: run_cases(target, WAYS, nproc=2),
+        4: run_cases(target, WAYS, nproc=4),
     }
 
 

@@ -1,9 +1,11 @@
-"""Starts `pixelrag` commands on one or several processes in a tenth of a second each.
+"""Starts processes of one or several ranks in a tenth of a second each.
 
-A command that starts from nothing pays about five seconds for its imports, and these tests start
-hundreds of processes. So one server process imports everything once and forks: each child is a
-process of its own, with its own process group, signals, output and exit code, and runs the very
-`main` that the console script runs. What launchers add is tested in `test_launchers.py`.
+A process that starts from nothing pays about five seconds for its imports, and the tests start
+hundreds. So one server process imports everything once and forks: each child is a process of its
+own, with its own process group, signals, output and exit code. `start` and `run` call the very
+`main` that the console script calls; what launchers add is tested in `test_launchers.py`. Inside
+`warm_workers`, `run_workers` forks as well. Whatever is forked has the processes of a refresh, in
+the background, forked for it too.
 """
 
 from __future__ import annotations
@@ -14,16 +16,24 @@ import importlib
 import multiprocessing
 import os
 import resource
+import select
+import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from pixelrag.distributed import spawn
+from pixelrag.retrieval import background
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {
@@ -141,27 +151,15 @@ def start(
         powerless: give up root's right to ignore file permissions.
         max_file_bytes: RLIMIT_FSIZE: the largest file that a process may write.
     """
-    start_server()
     folder = Path(tempfile.mkdtemp(dir=_outputs().name))
-    context = multiprocessing.get_context("forkserver")
     workers, files = [], []
     for rank in range(nproc):
         variables: dict[str, str] = {}
         if launcher or (launcher is None and nproc > 1):
-            variables = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(nproc),
-                "LOCAL_WORLD_SIZE": str(nproc),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": "0",
-                "PIXELRAG_RENDEZVOUS_FILE": str(folder / "rendezvous"),
-            }
+            variables = spawn.variables_of(str(folder), rank, nproc) | {"OMP_NUM_THREADS": "1"}
         files.append(folder / f"output{rank}.txt")
-        files[-1].touch()
-        options = (variables, str(files[-1]), setup, payload, powerless, max_file_bytes)
-        workers.append(context.Process(target=_child, args=(list(arguments), *options)))
-        workers[-1].start()
+        options = (setup, payload, powerless, max_file_bytes)
+        workers.append(fork(_command, list(arguments), *options, log=files[-1], env=variables))
     return Job(workers, files)
 
 
@@ -176,28 +174,40 @@ def _outputs() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory(prefix="pixelrag-test-")
 
 
-def _child(arguments, variables, output, setup, payload, powerless, max_file_bytes) -> None:
-    target = os.open(output, os.O_WRONLY | os.O_APPEND)
+def fork(
+    function: Callable[..., int | None], *arguments: Any, log: Path, env: Mapping[str, str]
+) -> Any:
+    """Call ``function(*arguments)`` in a process of its own, whose exit code it returns.
+
+    Args:
+        function: of a module, for the child finds it by its name.
+        arguments: picklable.
+        log: file that takes what it prints, appended.
+        env: environment variables beside those of the server.
+    """
+    start_server()
+    log.touch()
+    context = multiprocessing.get_context("forkserver")
+    process = context.Process(target=_child, args=(function, arguments, str(log), dict(env)))
+    process.start()
+    return process
+
+
+def _child(function, arguments, log, env) -> None:
+    target = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(target, 1)
     os.dup2(target, 2)
     sys.stdin = os.fdopen(os.open(os.devnull, os.O_RDONLY))
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    os.environ.update(variables)
+    os.environ.update(env)
+    torch.distributed.set_debug_level_from_env()  # read when torch was imported
     # As in a process that started by itself; a loader's workers would else import everything.
     multiprocessing.set_start_method("fork", force=True)
+    background.subprocess = _Background
     code = 1
     try:
-        if powerless:
-            _drop_capabilities()
-        if max_file_bytes is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
-        if setup is not None:
-            module, function = setup.split(":")
-            getattr(importlib.import_module(module), function)(payload)
-        from pixelrag.cli import main
-
-        code = main(arguments)
+        code = function(*arguments) or 0
     except SystemExit as error:
         code = error.code
     except BaseException:  # noqa: BLE001 - what an interpreter does with an exception
@@ -207,8 +217,86 @@ def _child(arguments, variables, output, setup, payload, powerless, max_file_byt
     os._exit(code if isinstance(code, int) else 1)
 
 
+def _command(arguments, setup, payload, powerless, max_file_bytes) -> int:
+    if powerless:
+        _drop_capabilities()
+    if max_file_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
+    if setup is not None:
+        module, function = setup.split(":")
+        getattr(importlib.import_module(module), function)(payload)
+    from pixelrag.cli import main
+
+    return main(arguments)
+
+
 def _drop_capabilities() -> None:
     """Stay who we are, root perhaps, but without any capability: capset(2) with empty sets."""
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3, this process
     if ctypes.CDLL(None, use_errno=True).capset(header, (ctypes.c_uint32 * 6)()) != 0:
         raise OSError(ctypes.get_errno(), "capset")
+
+
+class _Forked:
+    """A forked process as `subprocess.Popen` would show it."""
+
+    def __init__(self, process: Any) -> None:
+        self._process = process
+        self.pid = process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self._process.join(timeout)
+        return self._process.exitcode
+
+
+@contextmanager
+def warm_workers() -> Iterator[None]:
+    """Let `run_workers` fork its workers."""
+    before = spawn._start
+    spawn._start = _fork_worker
+    try:
+        yield
+    finally:
+        spawn._start = before
+
+
+def _fork_worker(folder: str, rank: int, nproc: int, env: Mapping[str, str]) -> _Forked:
+    variables = spawn.variables_of(folder, rank, nproc) | dict(env)
+    log = Path(folder, f"output{rank}.txt")
+    return _Forked(fork(spawn.work, folder, log=log, env=variables))
+
+
+class _Background:
+    """What `pixelrag.retrieval.background` uses of `subprocess`."""
+
+    DEVNULL = STDOUT = None
+
+    @staticmethod
+    def Popen(command, *, env, stdout, **_: Any) -> _Forked:
+        module, *arguments = command[2:]  # python -m module arguments
+        log = Path(os.readlink(f"/proc/self/fd/{stdout.fileno()}"))
+        return _Forked(fork(_in_background, module, arguments, os.getpid(), log=log, env=env))
+
+
+def _in_background(module: str, arguments: list[str], parent: int) -> int:
+    """As `python -m module arguments`, which would die with its parent."""
+    os.setsid()
+    threading.Thread(target=_die_with, args=(os.pidfd_open(parent),), daemon=True).start()
+    os.environ["PIXELRAG_PARENT_PID"] = str(os.getppid())  # the server
+    sys.argv = [module, *arguments]
+    return importlib.import_module(module).main(arguments)
+
+
+def _die_with(parent: int) -> None:
+    select.select([parent], [], [])
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -26,6 +26,11 @@ IN_BATCH_METRICS = ("eval/loss", "eval/accuracy")
 RETRIEVAL_METRICS = ("eval/recall@1", "eval/recall@5", "eval/recall@10", "eval/mrr", "eval/ndcg@10")
 
 
+class RetrieverConfig(ModelConfig):
+    training_state: str | None = None
+    """PixelRAG's training_state.pt (or its folder), to take weights and temperature from."""
+
+
 class BatchConfig(Section):
     per_device_batch_size: int = Field(128, ge=1)
     """Rows a rank contributes to one global batch."""
@@ -73,7 +78,7 @@ class ContrastiveConfig(JobConfig):
     """Folder of the run: metrics, checkpoints, exported models."""
     seed: int = Field(0, ge=0, lt=2**32)
     """Seed of data order, dropout and fresh weights."""
-    model: ModelConfig
+    model: RetrieverConfig
     lora: LoraConfig = LoraConfig()
     data: DataConfig
     loss: LossConfig = LossConfig()

@@ -15,6 +15,8 @@ EngineName = Literal["ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2"]
 class ModelConfig(Section):
     name_or_path: str = Field(min_length=1)
     """Folder, Hugging Face name, or package:NAME/FOLDER for a folder of an installed package."""
+    adapter: str | None = None
+    """A PEFT LoRA folder to begin with, put onto name_or_path whatever base it names."""
     random_init: bool = False
     """Take the architecture of config.json alone, with fresh weights."""
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"

@@ -7,6 +7,7 @@ pixelrag does not have is an error that says what to do instead; never is one ig
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pixelrag.config.problems import Problem
@@ -83,7 +84,7 @@ _NOT_YET = "pixelrag has no such option; leave it out"
 ALIASES: dict[str, Alias] = {
     "model": _to("model.name_or_path"),
     "output_dir": _to("output_dir"),
-    "resume": _to("checkpoint.resume"),
+    "resume": Alias(),
     "mode": _no("only the standard mode, one tower for queries and documents", "standard"),
     "query_side_backward": _no("only the standard mode, which has no such choice", "direct"),
     "debug_trace": _no("leave it out; a hang is reported with the ranks it waits for", num_words=0),
@@ -199,7 +200,7 @@ def expand(argv: Sequence[str]) -> tuple[list[str], list[Problem]]:
             problems.append(Problem(flag, f"cannot be taken over: {alias.refusal}"))
         for option, value in alias.options:
             ours.append(f"--{option}={_value(alias, values, value)}")
-    for derive in (_splits_win, _in_batch_wins, _mixture, _eval_rows):
+    for derive in (_resume, _splits_win, _in_batch_wins, _mixture, _eval_rows):
         derive(given, ours, problems)
     return ours, problems
 
@@ -211,6 +212,21 @@ def _value(alias: Alias, values: list[str], fixed: str | None) -> str:
 
 
 Given = dict[str, list[str]]
+
+
+def _resume(given: Given, ours: list[str], problems: list[Problem]) -> None:
+    """Its checkpoints give weights to begin with; ours are gone on from."""
+    if "resume" not in given:
+        return
+    folder = Path(given["resume"][0])
+    has_adapter = (folder / "adapter_model.safetensors").is_file()
+    has_state = (folder / "training_state.pt").is_file()
+    if has_adapter:
+        ours.append(f"--model.adapter={folder}")
+    if has_state:
+        ours.append(f"--model.training_state={folder}")
+    if not has_adapter and not has_state:
+        ours.append(f"--checkpoint.resume={folder}")
 
 
 def _splits_win(given: Given, ours: list[str], problems: list[Problem]) -> None:

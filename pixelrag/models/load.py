@@ -63,9 +63,8 @@ def load_embedder(
         ModelError: the model is not there, lacks weights, or does not fit what is asked of it.
     """
     lora_cfg = lora_cfg or LoraConfig()
-    source = resolve_source(model_cfg.name_or_path)
+    source, base = _sources(model_cfg)
     adapter = source.json(ADAPTER_FILE)
-    base = resolve_source(_base_name(source, adapter)) if adapter else source
     if model_cfg.random_init and (adapter or lora_cfg.enabled):
         raise ModelError(
             "model.random_init with LoRA: an adapter for random weights is of no use without "
@@ -76,7 +75,12 @@ def load_embedder(
         model, is_dpr = _load_model(model_cfg, base, dtype, half_precision)
         preprocessor, pooling = load_preprocessor(model_cfg, source, base, model)
         backbone = with_adapters(
-            model, lora_cfg, source if adapter else None, base, has_vision=is_vision(model)
+            model,
+            lora_cfg,
+            source if adapter else None,
+            base,
+            has_vision=is_vision(model),
+            probe=preprocessor.queries(["What does the adapter change?"])["input_ids"],
         )
 
     if dtype == torch.float64:
@@ -96,6 +100,22 @@ def load_embedder(
         embedder.enable_gradient_checkpointing()
     _report(embedder, preprocessor, source)
     return embedder.train(), preprocessor
+
+
+def _sources(model_cfg: ModelConfig) -> tuple[ModelSource, ModelSource]:
+    """The folder that has the last word, an adapter's if there is one, and the model below it."""
+    source = resolve_source(model_cfg.name_or_path)
+    below = source.json(ADAPTER_FILE)
+    if model_cfg.adapter is None:
+        return source, resolve_source(_base_name(source, below)) if below else source
+    adapter = resolve_source(model_cfg.adapter, setting="model.adapter")
+    if below or adapter.json(ADAPTER_FILE) is None:
+        what = "is put onto another adapter, model.name_or_path" if below else "is no adapter"
+        raise ModelError(
+            f"model.adapter {adapter.name} {what}; expected a folder with {ADAPTER_FILE}, and in "
+            "model.name_or_path the model that it belongs to"
+        )
+    return adapter, source
 
 
 def _load_model(

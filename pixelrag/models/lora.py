@@ -10,13 +10,21 @@ from typing import Any
 
 import torch
 from peft import LoraConfig as PeftLoraConfig
-from peft import PeftModel, TaskType, get_peft_model, get_peft_model_state_dict
-from safetensors import safe_open
+from peft import (
+    PeftConfig,
+    PeftModel,
+    TaskType,
+    get_peft_model,
+    get_peft_model_state_dict,
+    set_peft_model_state_dict,
+)
+from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
 from pixelrag.config.parts import LoraConfig
 from pixelrag.errors import ModelError
+from pixelrag.models.adapter_keys import check_effect, unwrapped
 from pixelrag.models.source import ModelSource
 
 logger = logging.getLogger("pixelrag")
@@ -132,6 +140,7 @@ def with_adapters(
     *,
     has_vision: bool = False,
     task_type: TaskType = TaskType.FEATURE_EXTRACTION,
+    probe: torch.Tensor | None = None,
 ) -> PreTrainedModel | PeftModel:
     """New adapters, the saved ones continued, the saved ones merged, or none at all.
 
@@ -141,9 +150,11 @@ def with_adapters(
         adapter: the folder of a saved adapter, or None.
         base: where the base model is.
         has_vision, task_type: as for `apply_lora`.
+        probe: token ids [1, T] of a text, on which a saved adapter must change the model's output.
 
     Raises:
-        ModelError: the saved adapter does not load, or is not the one that `config` asks for.
+        ModelError: the saved adapter does not load, does nothing, or is not the one that `config`
+            asks for.
     """
     if adapter is None:
         if not config.enabled:
@@ -152,6 +163,8 @@ def with_adapters(
             model, config, has_vision=has_vision, base_name=base.name, task_type=task_type
         )
     loaded = load_adapter(model, adapter, base.name)
+    if probe is not None:
+        check_effect(loaded, probe, adapter.name)
     if config.enabled:
         check_same_lora(loaded, config, adapter.name)
         set_lora_dropout(loaded, config.dropout)
@@ -176,15 +189,23 @@ def load_adapter(backbone: nn.Module, source: ModelSource, base_name: str) -> Pe
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the keys that are compared below
-            model = PeftModel.from_pretrained(backbone, str(weights.parent), is_trainable=True)
-        with safe_open(weights, framework="pt") as file:
-            saved = set(file.keys())
+            peft_config = PeftConfig.from_pretrained(str(weights.parent))
+            modules = {module for module, _ in backbone.named_modules()}
+            tensors, targets = unwrapped(load_file(weights), modules)
+            if targets is not None:
+                peft_config.target_modules = targets
+                peft_config.task_type = TaskType.FEATURE_EXTRACTION
+            peft_config.inference_mode = False
+            model = get_peft_model(backbone, peft_config)
+            saved = set(tensors)
+            expected = set(get_peft_model_state_dict(model, save_embedding_layers=False))
+            if saved == expected:
+                set_peft_model_state_dict(model, tensors)
     except Exception as error:  # PEFT and safetensors have no common base for what they raise
         raise ModelError(f"{name}: the adapter does not load into {base_name}: {error}") from error
     if not isinstance(model.peft_config["default"], PeftLoraConfig):
         kind = model.peft_config["default"].peft_type
         raise ModelError(f"{name} is a {kind} adapter; pixelrag continues LoRA adapters only")
-    expected = set(get_peft_model_state_dict(model, save_embedding_layers=False))
     if saved != expected:
         raise ModelError(
             f"{name}: the adapter does not fit {base_name}, was it trained on another model or "

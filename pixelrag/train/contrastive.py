@@ -28,6 +28,7 @@ from pixelrag.losses.contrastive import Objective
 from pixelrag.losses.temperature import scale_and_bias, scale_from_log
 from pixelrag.models import Preprocessor, load_embedder
 from pixelrag.models.biencoder import BiEncoder
+from pixelrag.models.training_state import load_training_state
 from pixelrag.train.batches import PairBatch, load_batches
 from pixelrag.train.guide import Guide, open_guide
 from pixelrag.train.inputs import HeldOut, open_held_out, require_text
@@ -260,6 +261,9 @@ def build_biencoder(config: ContrastiveConfig) -> tuple[BiEncoder, Preprocessor]
         learnable_temperature=config.loss.learnable_temperature,
         bias=config.loss.initial_bias,
     )
+    if config.model.training_state is not None:
+        with together():
+            load_training_state(config.model.training_state, container)
     return container, preprocessor
 
 

@@ -170,10 +170,10 @@ def test_saved_adapter_of_other_rank_is_refused(adapter: Path) -> None:
 
 
 def test_adapter_that_would_do_nothing_is_refused(adapter: Path, tmp_path: Path) -> None:
-    """Adapters of ms-swift carry one more `model.` and load without any effect elsewhere."""
+    """Keys that fit no layer load without any effect elsewhere."""
     weights = load_file(adapter / "adapter_model.safetensors")
     prefix = "base_model.model."
-    moved = {key.replace(prefix, prefix + "model."): value for key, value in weights.items()}
+    moved = {key.replace(prefix, prefix + "other."): value for key, value in weights.items()}
     save_file(moved, adapter / "adapter_model.safetensors")
     with pytest.raises(ModelError, match=r"does not fit .*keys that only the model has"):
         _load(adapter, r=4, alpha=8)

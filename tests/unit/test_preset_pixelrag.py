@@ -26,7 +26,7 @@ FLAGS = [
     *("label_smoothing", "max_num_visual_tokens", "wandb_project", "wandb_run_name"),
     "no_wandb",
 ]
-DERIVED = {"img_mix", "max_eval_batches"}
+DERIVED = {"img_mix", "max_eval_batches", "resume"}
 
 
 def config_of(*words: str) -> ContrastiveConfig:
@@ -124,6 +124,17 @@ def test_what_has_no_counterpart_says_so(name):
     assert f"{flag}\n      cannot be taken over: {alias.refusal}" in told
     for value in alias.neutral:
         assert config_of(flag, value) == config_of()
+
+
+def test_its_checkpoints_are_begun_with_and_ours_gone_on_from(tmp_path):
+    theirs = tmp_path / "checkpoint-200"
+    theirs.mkdir()
+    assert config_of("--resume", str(theirs)).checkpoint.resume == str(theirs)
+    for name in ("adapter_model.safetensors", "training_state.pt"):
+        (theirs / name).touch()
+    config = config_of("--resume", str(theirs))
+    assert (config.model.adapter, config.model.training_state) == (str(theirs), str(theirs))
+    assert config.checkpoint.resume == "auto"
 
 
 def test_switches_and_values_are_told_apart():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import tempfile
 import traceback
 from contextlib import nullcontext
@@ -93,7 +94,7 @@ def run_alone(
     with tempfile.TemporaryDirectory(prefix="pixelrag-") as folder:
         log, result = Path(folder, "output.txt"), Path(folder, "result.json")
         payload = {"function": function, "cases": cases}
-        process = nursery.fork(_alone, payload, str(result), log=log, env=env or {})
+        process = nursery.fork(_alone, payload, str(result), log=log, env=os.environ | (env or {}))
         process.join(600)
         code = process.exitcode
         process.kill()

@@ -18,6 +18,7 @@ import os
 import resource
 import select
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -271,7 +272,7 @@ def warm_workers() -> Iterator[None]:
 
 
 def _fork_worker(folder: str, rank: int, nproc: int, env: Mapping[str, str]) -> _Forked:
-    variables = spawn.variables_of(folder, rank, nproc) | dict(env)
+    variables = os.environ | spawn.variables_of(folder, rank, nproc) | dict(env)
     log = Path(folder, f"output{rank}.txt")
     return _Forked(fork(spawn.work, folder, log=log, env=variables))
 
@@ -279,10 +280,12 @@ def _fork_worker(folder: str, rank: int, nproc: int, env: Mapping[str, str]) -> 
 class _Background:
     """What `pixelrag.retrieval.background` uses of `subprocess`."""
 
-    DEVNULL = STDOUT = None
+    DEVNULL, STDOUT = subprocess.DEVNULL, subprocess.STDOUT
 
     @staticmethod
-    def Popen(command, *, env, stdout, **_: Any) -> _Forked:
+    def Popen(command, *, env, stdout, pass_fds=(), **options: Any) -> Any:
+        if pass_fds:  # a server that forks has not got them
+            return subprocess.Popen(command, env=env, stdout=stdout, pass_fds=pass_fds, **options)
         module, *arguments = command[2:]  # python -m module arguments
         log = Path(os.readlink(f"/proc/self/fd/{stdout.fileno()}"))
         return _Forked(fork(_in_background, module, arguments, os.getpid(), log=log, env=env))

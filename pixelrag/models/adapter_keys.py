@@ -18,8 +18,8 @@ def unwrapped(
 ) -> tuple[dict[str, torch.Tensor], list[str] | None]:
     """An adapter's tensors by the names of a bare model, and the modules it adapts if renamed.
 
-    ms-swift trains Qwen3-VL inside its class with a language-modelling head, whose layers are called
-    `model.language_model...` and `model.visual...`; the bare model's lack the `model.`.
+    ms-swift trains Qwen3-VL inside its class with a language-modelling head, whose layers are
+    called `model.language_model...` and `model.visual...`; the bare model's lack the `model.`.
 
     Args:
         tensors: content of the adapter's file.

@@ -132,7 +132,7 @@ def replay(world: World, case: dict[str, Any]) -> dict[str, Any]:
     if world.is_main:
         flag.unlink()
     dist.barrier()
-    step = run.steps(1, 1000, starts=tuple(range(2, 1000, 40)), until=3)
+    step = run.steps(1, 9000, starts=tuple(range(2, 9000, 40)), until=3)
     run.close()
     global STEP_SECONDS
     before, STEP_SECONDS = STEP_SECONDS, 0.0

@@ -20,7 +20,7 @@ from tests.distributed.harness import Results, run_alone, run_cases
 from tests.distributed.rag_runs import flags, make_material
 from tests.ray_cluster import ray_cluster
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 RUN = "tests.distributed.rag_runs:run"
 PINNED = [

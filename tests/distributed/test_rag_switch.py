@@ -21,7 +21,7 @@ from tests.distributed.trials import (
     reference_for,
 )
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 ENGINES: dict[str, dict[str, Any]] = {
     "ddp": {"engine": "ddp"},

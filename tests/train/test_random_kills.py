@@ -1,7 +1,7 @@
-"""Each job is killed at twenty random moments; what comes out is what an undisturbed run gives.
+"""The contrastive and the distillation job are killed at twenty random moments; what comes out is what an undisturbed run gives.
 
 The moments are spread over CPU time, so that they fall alike on a slow and on a fast machine: into
-loading, steps, evaluation, saving beside the steps, exporting, and the building of an index.
+loading, steps, evaluation, saving beside the steps, and exporting.
 """
 
 import random
@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.distributed import rag_runs
 from tests.train import nursery
 from tests.train.material import command, lines_of, merged
 
@@ -65,16 +64,3 @@ def test_contrastive(base, shelf, tmp_path):
 def test_distill(lesson, tmp_path):
     arguments = [*command(tmp_path, merged(lesson, {"optim": {"max_steps": 60}}), "distill")]
     _survives([*arguments, *OFTEN], tmp_path / "straight", tmp_path / "killed", (0.2, 0.8))
-
-
-def test_rag(tmp_path):
-    rag_runs.make_material(tmp_path)
-    arguments = [
-        "rag",
-        *rag_runs.flags(tmp_path, tmp_path / "run"),
-        "--batch.per_device_batch_size=8",
-        "--optim.max_steps=60",
-        "--refresh.every_steps=25",
-        "--refresh.deterministic_lag=3",
-    ]
-    _survives([*arguments, *OFTEN], tmp_path / "straight", tmp_path / "killed", (0.2, 0.9))

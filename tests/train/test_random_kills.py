@@ -1,4 +1,4 @@
-"""The contrastive and the distillation job are killed at twenty random moments; what comes out is what an undisturbed run gives.
+"""Two jobs are killed at twenty random moments; what comes out is what an undisturbed run gives.
 
 The moments are spread over CPU time, so that they fall alike on a slow and on a fast machine: into
 loading, steps, evaluation, saving beside the steps, and exporting.

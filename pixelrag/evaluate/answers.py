@@ -132,16 +132,6 @@ def recall_by_answer(
     return values
 
 
-def distinct_share(rows_QK: NDArray[np.int64]) -> float:
-    """Distinct passages over passages found, by all questions together.
-
-    An encoder that has collapsed finds the same K for all of them: K / (Q * K). 0 when nothing was
-    found.
-    """
-    found = rows_QK[rows_QK >= 0]
-    return len(np.unique(found)) / len(found) if len(found) else 0.0
-
-
 def _f1(prediction: str, answer: str) -> float:
     said, right = prediction.split(), answer.split()
     if not said or not right:

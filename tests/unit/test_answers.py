@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from pixelrag.errors import DataError
 from pixelrag.evaluate.answers import (
     answer_metrics,
-    distinct_share,
     exact_match,
     normalize_answer,
     recall_by_answer,
@@ -124,11 +123,3 @@ def test_recall_by_answer():
         recall_by_answer(texts, answers, ks=(0,))
     with pytest.raises(DataError, match="of 4 questions and 5 lists"):
         recall_by_answer(texts, answers[:4])
-
-
-def test_a_collapsed_retriever_shows():
-    rows = np.array([[1, 2], [1, 2], [2, 1], [1, 2]])
-    assert distinct_share(rows) == 0.25
-    assert distinct_share(np.arange(8).reshape(4, 2)) == 1
-    assert distinct_share(np.array([[3, -1], [-1, -1]])) == 1
-    assert distinct_share(np.full((2, 2), -1)) == 0

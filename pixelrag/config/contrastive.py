@@ -12,6 +12,7 @@ from pixelrag.config.contrastive_loss import LossConfig, loss_conflicts
 from pixelrag.config.parts import (
     CheckpointConfig,
     EngineConfig,
+    GlobalBatches,
     LoggingConfig,
     LoraConfig,
     ModelConfig,
@@ -19,7 +20,6 @@ from pixelrag.config.parts import (
 )
 from pixelrag.config.problems import Conflict
 from pixelrag.config.rules import engine_conflicts, length_conflicts, resume_conflicts
-from pixelrag.config.section import Section
 from pixelrag.config.tile_questions import TILE_METRICS, TileQuestionOptions, tile_conflicts
 
 IN_BATCH_METRICS = ("eval/loss", "eval/accuracy")
@@ -31,7 +31,7 @@ class RetrieverConfig(ModelConfig):
     """PixelRAG's training_state.pt (or its folder), to take weights and temperature from."""
 
 
-class BatchConfig(Section):
+class BatchConfig(GlobalBatches):
     per_device_batch_size: int = Field(128, ge=1)
     """Rows a rank contributes to one global batch."""
     global_batch_size: int | None = Field(None, ge=1)
@@ -40,17 +40,6 @@ class BatchConfig(Section):
     """Global batches (each with its own negatives) to an optimizer step."""
     chunk_size: int = Field(16, ge=1)
     """Rows that go through the model at once: sets the memory, never the gradient (GradCache)."""
-
-    def rows(self, world_size: int) -> int:
-        """Rows of a global batch over all ranks."""
-        return self.global_batch_size or self.per_device_batch_size * world_size
-
-    def arithmetic(self, world_size: int) -> str:
-        """How the rows of a step come about, in words."""
-        shares = f"{self.per_device_batch_size} a rank x {world_size} ranks"
-        if self.global_batch_size is not None:
-            shares = f"{self.global_batch_size} over {world_size} ranks"
-        return f"{shares} x {self.gradient_accumulation_steps} accumulated"
 
 
 class EvalConfig(TileQuestionOptions):

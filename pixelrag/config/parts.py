@@ -72,6 +72,21 @@ class DataFiles(Section):
         return value
 
 
+class GlobalBatches(Section):
+    """How rows are counted where a step sees several global batches; the jobs name the options."""
+
+    def rows(self, world_size: int) -> int:
+        """Rows of a global batch over all ranks."""
+        return self.global_batch_size or self.per_device_batch_size * world_size
+
+    def arithmetic(self, world_size: int) -> str:
+        """How the rows of a step come about, in words."""
+        shares = f"{self.per_device_batch_size} a rank x {world_size} ranks"
+        if self.global_batch_size is not None:
+            shares = f"{self.global_batch_size} over {world_size} ranks"
+        return f"{shares} x {self.gradient_accumulation_steps} accumulated"
+
+
 class OptimConfig(Section):
     learning_rate: float = Field(2e-5, gt=0)
     """Peak learning rate of AdamW."""

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from pixelrag.config.parts import CheckpointConfig, DataFiles
+from pixelrag.config.parts import CheckpointConfig, DataFiles, GlobalBatches
 from pixelrag.config.section import Section
 
 
@@ -74,7 +74,7 @@ class RagLossConfig(Section):
     """Train the temperature, held between 0.01 and 1."""
 
 
-class RagBatchConfig(Section):
+class RagBatchConfig(GlobalBatches):
     per_device_batch_size: int = Field(16, ge=1)
     """Questions a rank contributes to one global batch."""
     global_batch_size: int | None = Field(None, ge=1)
@@ -87,17 +87,6 @@ class RagBatchConfig(Section):
     """Passages that go through their encoder at once."""
     generator_chunk_size: int = Field(4, ge=1)
     """Prompts that go through the generator at once."""
-
-    def rows(self, world_size: int) -> int:
-        """Questions of a global batch over all ranks."""
-        return self.global_batch_size or self.per_device_batch_size * world_size
-
-    def arithmetic(self, world_size: int) -> str:
-        """How the rows of a step come about, in words."""
-        shares = f"{self.per_device_batch_size} a rank x {world_size} ranks"
-        if self.global_batch_size is not None:
-            shares = f"{self.global_batch_size} over {world_size} ranks"
-        return f"{shares} x {self.gradient_accumulation_steps} accumulated"
 
 
 class RagEvalConfig(Section):

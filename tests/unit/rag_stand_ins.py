@@ -140,8 +140,8 @@ def _encoded(log: str) -> bool:
 
 
 def _priority() -> dict[str, Any]:
-    try:
-        group = Path("/proc/self/autogroup").read_text().split()[-1]
+    try:  # empty for a process that has no group, as an actor has none where its cluster has none
+        group = next(reversed(Path("/proc/self/autogroup").read_text().split()), None)
     except OSError:
         group = None
     return {

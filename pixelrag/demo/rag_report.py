@@ -21,6 +21,7 @@ class RunFigures:
     """What the metrics of a run say.
 
     Attributes:
+        before: held-out figures before the first step, if the run was told to measure them.
         live: held-out figures at the end, searching the generation that was in use then.
         generations: how many were swapped in after the first.
         waited: how many of the swaps the training waited for.
@@ -28,6 +29,7 @@ class RunFigures:
         step_seconds: of a step, in the median over intervals that were logged.
     """
 
+    before: dict[str, float] | None
     live: dict[str, float]
     generations: int
     waited: int
@@ -37,18 +39,17 @@ class RunFigures:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One seed: what was measured before, and after each run.
+    """What was measured of one seed's runs.
 
     Attributes:
-        seed: of the catalogue and the runs.
-        before: of each measure the value of every held-out question.
-        fresh: the same after each run, by its name, with a fresh index.
+        seed: of the collection and the runs.
+        fresh: of each run, of each measure the value of every held-out question, with passages
+            encoded and indexed by its models as they were at the end.
         runs: what each run's metrics say.
         seconds: each run took, its start included.
     """
 
     seed: int
-    before: Mapping[str, Sequence[float]]
     fresh: Mapping[str, Mapping[str, Sequence[float]]]
     runs: Mapping[str, RunFigures]
     seconds: Mapping[str, float]
@@ -63,17 +64,27 @@ def read_run(metrics: Path, *, waits: bool) -> RunFigures:
     """
     rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     steps = [row for row in rows if "index/generation" in row]
-    last = next(row for row in reversed(rows) if "eval/em" in row)
+    measured = [row for row in rows if "eval/em" in row]
     numbers = [row["index/generation"] for row in steps]
     generations = len(set(numbers) - {1.0})
     seconds = [row["perf/step_seconds"] for row in steps if "perf/step_seconds" in row]
+    first, last = (
+        {name: row[f"eval/{name}"] for name in MEASURES} for row in (measured[0], measured[-1])
+    )
     return RunFigures(
-        live={name: last[f"eval/{name}"] for name in MEASURES},
+        before=first if measured[0]["step"] == 0 else None,
+        live=last,
         generations=generations,
         waited=generations if waits else 0,
         oldest=int(max(row["index/age_steps"] for row in steps)),
         step_seconds=float(np.median(seconds)) if seconds else float("nan"),
     )
+
+
+def read_measured(file: Path) -> dict[str, list[float]]:
+    """Of each measure the value of every question, out of what `pixelrag eval --output` wrote."""
+    per_query = json.loads(file.read_text(encoding="utf-8"))["per_query"]
+    return {name: per_query[name] for name in MEASURES}
 
 
 def rag_table(outcomes: Sequence[Outcome]) -> tuple[list[str], dict[str, Any]]:
@@ -85,13 +96,14 @@ def rag_table(outcomes: Sequence[Outcome]) -> tuple[list[str], dict[str, Any]]:
     """
     header = "".join(f"{_LABELS.get(name, name):>10}" for name in MEASURES)
     lines = [f"{'held out, mean over seeds':30}{header}   swaps  waited  oldest  s/step"]
-    before = _means([outcome.before for outcome in outcomes])
+    starts = [run.before for o in outcomes for run in o.runs.values() if run.before is not None]
+    before = _means(starts)
     lines.append(_line("before", before))
     results: dict[str, Any] = {"seeds": [o.seed for o in outcomes], "before": before, "runs": {}}
     for name in outcomes[0].runs:
         runs = [outcome.runs[name] for outcome in outcomes]
         fresh = _means([outcome.fresh[name] for outcome in outcomes])
-        live = {m: float(np.mean([run.live[m] for run in runs])) for m in MEASURES}
+        live = _means([run.live for run in runs])
         counts = "{:>8}{:>8}{:>8}{:>8.2f}".format(
             *(_span(getattr(run, what) for run in runs) for what in _COUNTS),
             np.mean([run.step_seconds for run in runs]),
@@ -134,7 +146,7 @@ def _gain(outcomes: Sequence[Outcome], name: str) -> tuple[str, dict[str, Any]]:
     return f"{text}: EM {beyond} its paired 95 % interval", numbers
 
 
-def _means(values: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+def _means(values: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {m: float(np.mean([np.mean(one[m]) for one in values])) for m in MEASURES}
 
 

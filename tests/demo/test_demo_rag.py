@@ -1,4 +1,4 @@
-"""The RAG demo: its catalogues, its table, and one small run of it."""
+"""The RAG demo: its pages and slips, its table, and one small run of it."""
 
 from __future__ import annotations
 
@@ -14,114 +14,161 @@ from pixelrag.config.base import load
 from pixelrag.config.rag import RagConfig
 from pixelrag.data.passages import load_passages
 from pixelrag.data.questions import QuestionDataset
-from pixelrag.demo import rag, rag_measure
-from pixelrag.demo.rag_report import Outcome, RunFigures, rag_table, read_run
-from pixelrag.demo.rag_shift import all_words, entries, write_catalogue, write_pairs
-from pixelrag.errors import ConfigError, DataError
+from pixelrag.demo import rag
+from pixelrag.demo.rag_pages import (
+    NUM_POINTERS,
+    PageSet,
+    functions_to_ask_for,
+    write_pages,
+    write_slips,
+)
+from pixelrag.demo.rag_report import Outcome, RunFigures, rag_table, read_measured, read_run
+from pixelrag.errors import DataError
+
+MEASURES = ("em", "f1", "recall@1", "recall@5")
+PREFIX = "Which module does this: "
 
 
-def _fact(passage: str) -> str:
-    """Name, property and value of an entry, wherever its remarks stand."""
-    words = passage.split()
-    place = words.index("is")
-    return " ".join(words[place - 3 : place + 3])
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ten modules of twelve functions each: every module has more than may be asked for."""
+    root = tmp_path_factory.mktemp("library")
+    body = "    return [value for value in range(100) if value % {n} == {k}], 'something to do'\n"
+    for n in range(10):
+        code = (
+            f'def f{k}():\n    """Count the number {n} and then {k} of all things."""\n'
+            + body.format(n=n + 2, k=k)
+            for k in range(12)
+        )
+        (root / f"{'_' if n == 0 else ''}module{'abcdefghij'[n]}.py").write_text("\n".join(code))
+    return root
 
 
-def _second_names(catalogue: str) -> set[str]:
-    return {_fact(entry.passage).split()[1] for entry in entries(catalogue, 3200, seed=0)}
-
-
-def test_the_new_catalogues_names_are_noise_in_the_old() -> None:
-    old, new = _second_names("old"), _second_names("new")
-    assert len(old) == len(new) == 40
-    assert not old & new
-    for catalogue, share in (("old", 0.5), ("new", 0.0)):
-        remarks = [
-            word
-            for entry in entries(catalogue, 400, seed=1)
-            for word in entry.passage.replace(_fact(entry.passage), "").split()
-        ]
-        assert len(remarks) == 400 * 6
-        assert not old & set(remarks)
-        assert abs(sum(word in new for word in remarks) / len(remarks) - share) < 0.05
-
-
-def test_questions_share_no_word_with_their_entries() -> None:
-    for entry in entries("new", 300, seed=2):
-        assert not set(entry.question.split()) & set(entry.passage.split())
-        assert entry.answer in _fact(entry.passage)
-
-
-def test_every_entry_is_told_by_its_names_and_property() -> None:
-    asked = [entry.question for entry in entries("new", 1600, seed=3)]
-    assert len(set(asked)) == 1600
-    assert len(set(all_words())) == len(all_words())
-
-
-def test_a_catalogue_is_what_the_job_reads_and_the_same_each_time(tmp_path: Path) -> None:
-    written = [
-        write_catalogue(tmp_path / name, "new", num_passages=50, num_held_out=8, seed=4)
-        for name in ("a", "b")
-    ]
-    for path in (tmp_path / "a").iterdir():
-        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
-    made = written[0]
-    other = write_catalogue(tmp_path / "c", "new", num_passages=50, num_held_out=8, seed=5)
-    assert other.passages.read_bytes() != made.passages.read_bytes()
+def _read(made: PageSet):
     store = load_passages(str(made.passages), split="none")
-    train, held_out = (
-        QuestionDataset([str(path)], "error", passages=store)
-        for path in (made.train, made.held_out)
+    files = (made.train, made.held_out)
+    return store, *(QuestionDataset([str(path)], "error", passages=store).rows for path in files)
+
+
+def test_functions_are_of_public_modules_and_few_of_each(library: Path) -> None:
+    train, held_out = functions_to_ask_for(library)
+    assert (len(train), len(held_out)) == (36, 18)  # nine modules, six of each
+    modules = [one.module for one in [*train, *held_out]]
+    assert not any(module.startswith("_") for module in modules)
+    assert {modules.count(module) for module in modules} == {6}
+    assert not {one.summary for one in train} & {one.summary for one in held_out}
+
+
+def test_a_page_holds_its_own_text_and_pointers_to_other_modules(library: Path, tmp_path) -> None:
+    made = write_pages(tmp_path / "a", num_train=20, num_held_out=10, seed=1, root=library)
+    store, train, held_out = _read(made)
+    of = {one.summary: one.module for pool in functions_to_ask_for(library) for one in pool}
+    own_first = 0
+    for question in [*train, *held_out]:
+        (page,) = (store[row] for row in store.rows_of(question.passage_ids[0]))
+        summary = question.text.removeprefix(PREFIX)
+        assert question.answers == (page.title,) == (of[summary],)
+        assert f"On this page: {summary}" in page.text
+        mentioned = [one for one in of if one in page.text and one != summary]
+        assert len(mentioned) == NUM_POINTERS
+        assert page.title not in {of[one] for one in mentioned}
+        own_first += page.text.startswith("On this page")
+    assert 0 < own_first < 30
+    assert not {q.text for q in train} & {q.text for q in held_out}
+
+
+def test_no_question_is_held_out_in_one_collection_and_trained_on_in_another(
+    library: Path, tmp_path: Path
+) -> None:
+    """The generator and all seeds keep to the same split."""
+    sets = [
+        _read(write_pages(tmp_path / str(s), num_train=20, num_held_out=10, seed=s, root=library))
+        for s in range(3)
+    ]
+    trained = {question.text for _, train, _ in sets for question in train}
+    held_out = {question.text for _, _, held_out in sets for question in held_out}
+    assert len(trained) > 20
+    assert not trained & held_out
+
+
+def test_a_slip_tells_its_answer_by_its_title_alone(library: Path, tmp_path: Path) -> None:
+    store, train, held_out = _read(
+        write_slips(tmp_path / "s", num_train=90, num_held_out=10, seed=0, root=library)
     )
-    assert (len(store), len(train), len(held_out)) == (50, 42, 8)
-    for question in [*train.rows, *held_out.rows]:
-        (row,) = store.rows_of(question.passage_ids[0])
-        assert question.answers[0] in _fact(store[row].text)
-    assert not {q.text for q in train.rows} & {q.text for q in held_out.rows}
+    assert (len(train), len(held_out)) == (90, 10)
+    for question in [*train, *held_out]:
+        (page,) = (store[row] for row in store.rows_of(question.passage_ids[0]))
+        assert (question.text, question.answers) == (page.text, (page.title,))
+        assert page.title not in page.text
+    assert len({page.title for page in store}) == 9
 
 
-def test_wrong_counts_and_foreign_folders_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="num_held_out: got 9"):
-        write_catalogue(tmp_path / "a", "new", num_passages=9, num_held_out=9, seed=0)
-    with pytest.raises(ConfigError, match="count: got 3201"):
-        entries("old", 3201, seed=0)
+@pytest.mark.parametrize("write", [write_pages, write_slips])
+def test_the_same_seed_writes_the_same(library: Path, tmp_path: Path, write) -> None:
+    sizes = {"num_train": 20, "num_held_out": 10, "root": library}
+    made = [
+        write(tmp_path / name, seed=seed, **sizes)
+        for name, seed in zip("abc", (4, 4, 5), strict=True)
+    ]
+    first, again, other = (one.passages.read_bytes() for one in made)
+    assert first == again != other
+
+
+def test_too_few_functions_and_foreign_folders_are_refused(library: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has 18 functions for held-out questions, got 19"):
+        write_pages(tmp_path / "a", num_train=20, num_held_out=19, seed=0, root=library)
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(DataError, match="not the demo's"):
-        write_pairs(tmp_path, 10, seed=0)
+        write_pages(tmp_path, num_train=20, num_held_out=10, seed=0, root=library)
     assert (tmp_path / "thesis.tex").exists()
+
+
+def test_this_python_has_pages_for_the_demo() -> None:
+    train, held_out = functions_to_ask_for()
+    assert len(train) >= rag.TRAIN
+    assert len(held_out) >= rag.HELD_OUT
 
 
 def test_a_run_is_read_from_its_metrics(tmp_path: Path) -> None:
     rows = [
+        {"step": 0} | {f"eval/{name}": 0.25 for name in MEASURES},
         {"index/generation": 1.0, "index/age_steps": 10.0, "perf/step_seconds": 0.1},
         {"index/generation": 2.0, "index/age_steps": 3.0, "perf/step_seconds": 0.3},
         {"index/generation": 4.0, "index/age_steps": 0.0, "perf/step_seconds": 0.1},
-        {f"eval/{name}": 0.5 for name in ("em", "f1", "recall@1", "recall@5")},
+        {"step": 3} | {f"eval/{name}": 0.5 for name in MEASURES},
     ]
     metrics = tmp_path / "metrics.jsonl"
-    metrics.write_text("\n".join(map(json.dumps, rows)) + "\n")
-    assert read_run(metrics, waits=True) == RunFigures(
-        dict.fromkeys(("recall@1", "recall@5", "em", "f1"), 0.5), 2, 2, 10, 0.1
-    )
-    assert read_run(metrics, waits=False).waited == 0
+
+    def read(rows: list[dict], *, waits: bool) -> RunFigures:
+        metrics.write_text("\n".join(map(json.dumps, rows)) + "\n")
+        return read_run(metrics, waits=waits)
+
+    before, live = (dict.fromkeys(MEASURES, value) for value in (0.25, 0.5))
+    assert read(rows, waits=True) == RunFigures(before, live, 2, 2, 10, 0.1)
+    assert read(rows, waits=False).waited == 0
+    assert read(rows[1:], waits=False).before is None
 
 
 def _outcome(seed: int, em: list[float]) -> Outcome:
     def values(em: list[float]) -> dict[str, list[float]]:
-        return {"em": em, "f1": em, "recall@1": em, "recall@5": em}
+        return dict.fromkeys(MEASURES, em)
 
+    low = dict.fromkeys(MEASURES, 0.25)
     runs = {
-        name: RunFigures(dict.fromkeys(values([]), 0.25), swaps, 0, 7, 0.2)
-        for name, swaps in (("frozen", 0), ("beside", 2 + seed))
+        name: RunFigures(before, low, swaps, 0, 7, 0.2)
+        for name, before, swaps in (
+            ("frozen", dict.fromkeys(MEASURES, 0.125), 0),
+            ("beside", None, 2 + seed),
+        )
     }
-    zeros = [0.0] * len(em)
-    fresh = {"frozen": values(zeros), "beside": values(em)}
-    return Outcome(seed, values(zeros), fresh, runs, {"frozen": 1.0, "beside": 2.0})
+    fresh = {"frozen": values([0.0] * len(em)), "beside": values(em)}
+    return Outcome(seed, fresh, runs, {"frozen": 1.0, "beside": 2.0})
 
 
 def test_the_table_tells_a_gain_from_luck() -> None:
     lines, results = rag_table([_outcome(0, [1.0] * 20), _outcome(1, [1.0] * 10 + [0.0] * 10)])
     found = results["runs"]["beside"]
+    assert results["before"]["em"] == 0.125
     assert found["fresh"]["em"] == 0.75
     assert found["live"]["em"] == 0.25
     assert found["generations"] == [2, 3]
@@ -139,12 +186,12 @@ def test_wrong_options_end_with_code_2(words) -> None:
     assert stopped.value.code == 2
 
 
-def test_every_configuration_of_the_demo_is_valid(tmp_path: Path) -> None:
+def test_every_configuration_of_the_demo_is_valid(library: Path, tmp_path: Path) -> None:
     options = rag.parse(["--output", str(tmp_path)])
-    made = write_catalogue(tmp_path / "new", "new", num_passages=9, num_held_out=2, seed=0)
-    values = rag._config(tmp_path / "run", {"encoder": "e", "generator": "g"}, made)
+    made = write_pages(tmp_path / "new", num_train=9, num_held_out=2, seed=0, root=library)
+    values = rag._values(tmp_path / "run", Path("g"), made)
     values["optim"] = {"max_steps": options.steps}
-    config = rag._write(tmp_path / "rag.yaml", values)
+    config = rag._write(tmp_path, values)
     configs = {
         name: load(RagConfig, ["--config", config, *flags])[0] for name, flags in rag.RUNS.items()
     }
@@ -159,37 +206,40 @@ def test_every_configuration_of_the_demo_is_valid(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_the_demo_runs_from_end_to_end(tmp_path: Path, monkeypatch, capsys) -> None:
     """Too short to learn anything; in this process, which spares many starts of torch."""
+    from pixelrag.models.tiny import save_tiny_bert
+
     folder = tmp_path / "demo"
 
-    def run(arguments: list[str], *, nproc: int) -> float:
-        if str(folder / "reader.yaml") in arguments:
-            shutil.copytree(folder / "models" / "generator", folder / "run-reader/last/generator")
-            return 0.0
-        assert cli.main(list(arguments)) == 0
-        assert not dist.is_initialized()
-        return 1.0
+    def run_alone(jobs: dict[str, list[str]], *, threads: int, at_once: int) -> dict[str, float]:
+        for name, arguments in jobs.items():
+            if name == "":
+                assert cli.main(["validate", *arguments]) == 0
+                fresh = folder / "reader" / "fresh"
+                shutil.copytree(fresh, folder / "reader" / "run" / "last" / "generator")
+            elif name == "frozen 0":
+                assert cli.main(list(arguments)) == 0
+                assert not dist.is_initialized()
+        for name, arguments in jobs.items():  # the other runs are as the first
+            if name not in ("", "frozen 0"):
+                place = "after-" if arguments[0] == "eval" else ""
+                made = folder / "seed-0" / f"{place}frozen"
+                shutil.copytree(made, made.with_name(place + name.removesuffix(" 0")))
+        return dict.fromkeys(jobs, 1.0)
 
-    def measure(config_file: Path, output: Path, *, models: Path | None = None) -> dict:
-        if models is not None:
-            return measured(config_file, output, models=models)
-        return dict.fromkeys(("em", "f1", "recall@1", "recall@5"), [0.0] * 6)
-
-    measured = rag_measure.measure
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(rag, "run", run)
-    monkeypatch.setattr(rag_measure, "measure", measure)
-    monkeypatch.setattr(rag, "RUNS", {"frozen": rag.RUNS["frozen"]})
-    small = ["--steps", "2", "--passages", "40", "--held-out", "6"]
-    small += ["--pair-steps", "3", "--output", str(folder)]
-    assert rag.main(small) == 0
+    monkeypatch.setattr(rag, "ENCODER", str(save_tiny_bert(tmp_path / "bert")))
+    monkeypatch.setattr(rag, "run_alone", run_alone)
+    small = ["--seeds", "1", "--steps", "2", "--train", "30", "--held-out", "6"]
+    assert rag.main([*small, "--reader-steps", "1", "--output", str(folder)]) == 0
     results = json.loads((folder / "results.json").read_text())
     assert results["runs"]["frozen"]["generations"] == [0]
     # Nothing was renewed: the index in use is as good as a fresh one.
     assert results["runs"]["frozen"]["live"] == results["runs"]["frozen"]["fresh"]
     place = folder / "seed-0" / "after-frozen"
+    assert read_measured(place / "figures.json").keys() == set(MEASURES)
     lines = [json.loads(line) for line in (place / "answers.jsonl").read_text().splitlines()]
     assert len(lines) == 6
-    assert all(len(line["passages"]) == 8 for line in lines)
+    assert all(len(line["passages"]) == 5 for line in lines)
+    assert results["runs"]["beside"]["gain_over_frozen"]["em"]["interval"] == [0.0, 0.0]
     assert "0 right of 6" in (place / "answers.html").read_text()
     shown = capsys.readouterr().out
     assert f"Everything lies in {folder}" in shown

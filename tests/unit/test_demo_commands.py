@@ -7,6 +7,11 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
+from pixelrag.demo.commands import run_alone
+from pixelrag.errors import EngineError
+
 DEMO = """\
 import sys
 from pixelrag.demo.commands import run
@@ -42,3 +47,31 @@ def test_sigterm_ends_the_ranks_too(tmp_path: Path) -> None:
         time.sleep(0.05)
     os.kill(ranks, signal.SIGKILL)
     raise AssertionError("the ranks were left behind")
+
+
+def _stand_in(path: Path, script: str) -> None:
+    path.write_text(f"#!/bin/sh\n{script}")
+    path.chmod(0o755)
+
+
+def test_jobs_run_side_by_side_and_bear_their_names(tmp_path: Path, monkeypatch, capsys) -> None:
+    """Each waits for the other's file, so that neither ends alone."""
+    wait = 'touch "$4"; until [ -e "$5" ]; do sleep 0.05; done; echo "$4 done $OMP_NUM_THREADS"'
+    _stand_in(tmp_path / "python", wait)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    jobs = {"one": ["rag", "a", "b"], "two": ["rag", "b", "a"]}
+    took = run_alone(jobs, threads=3, at_once=2)
+    assert took.keys() == jobs.keys()
+    shown = capsys.readouterr().out.splitlines()
+    assert {"one: $ pixelrag rag a b", "  one: a done 3", "  two: b done 3"} <= set(shown)
+
+
+def test_a_job_that_fails_ends_the_others(tmp_path: Path, monkeypatch) -> None:
+    _stand_in(tmp_path / "python", 'if [ "$3" = eval ]; then exit 3; else exec sleep 60; fi\n')
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    started = time.monotonic()
+    with pytest.raises(EngineError, match="`pixelrag eval` ended with code 3"):
+        run_alone({"a": ["rag"], "b": ["eval"], "c": ["rag"]}, threads=1, at_once=2)
+    assert time.monotonic() - started < 30

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from pixelrag.evaluate import compare
 from pixelrag.evaluate.bootstrap import paired_bootstrap
 
 MEASURES = ("recall@1", "recall@5", "em", "f1")
@@ -83,8 +84,8 @@ def read_run(metrics: Path, *, waits: bool) -> RunFigures:
 
 def read_measured(file: Path) -> dict[str, list[float]]:
     """Of each measure the value of every question, out of what `pixelrag eval --output` wrote."""
-    per_query = json.loads(file.read_text(encoding="utf-8"))["per_query"]
-    return {name: per_query[name] for name in MEASURES}
+    per_query = compare.read_measured(file)["eval"].per_query
+    return {name: list(per_query[name]) for name in MEASURES}
 
 
 def rag_table(outcomes: Sequence[Outcome]) -> tuple[list[str], dict[str, Any]]:

@@ -271,6 +271,18 @@ def warm_workers() -> Iterator[None]:
         spawn._start = before
 
 
+@contextmanager
+def warm_background() -> Iterator[None]:
+    """Let the refreshes of this very process fork their processes."""
+    start_server()
+    before = background.subprocess
+    background.subprocess = _Background
+    try:
+        yield
+    finally:
+        background.subprocess = before
+
+
 def _fork_worker(folder: str, rank: int, nproc: int, env: Mapping[str, str]) -> _Forked:
     variables = os.environ | spawn.variables_of(folder, rank, nproc) | dict(env)
     log = Path(folder, f"output{rank}.txt")

@@ -218,15 +218,16 @@ def _values(output: Path, generator: Path, pages: PageSet) -> dict[str, Any]:
         "retrieval": {"k": K},
         "loss": {"temperature": 0.05},
         "index": {"factory": "Flat"},
-        # The core beside the training is free: no reason to stand back.
-        "refresh": {"nice": 0},
+        # The core beside the training is free: no reason to stand back. Drift, measured whenever
+        # something is logged, costs a forward pass of so many pages.
+        "refresh": {"nice": 0, "drift_probes": 8},
         "batch": {
             "per_device_batch_size": 8,
             "document_chunk_size": 32,
             "generator_chunk_size": 32,
         },
         "eval": {"batch_size": 64},
-        "logging": {"every_steps": 1},
+        "logging": {"every_steps": 2},
         "checkpoint": {"save_optimizer": False},
     }
 

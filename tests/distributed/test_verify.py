@@ -7,10 +7,10 @@ command runs, takes three times as long and was last run by hand.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -23,14 +23,22 @@ from pixelrag.verify.cases import (
     build_matrix,
 )
 from pixelrag.verify.command import main
+from tests.train import nursery
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 
-def run(capsys, *options: str) -> tuple[int, list[dict]]:
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> Iterator[None]:
+    with nursery.warm_workers():
+        yield
+
+
+def run(*options: str) -> tuple[int, list[dict]]:
     """Run the command in this process (its ranks are processes of their own)."""
-    code = main([*options, "--json"])
-    return code, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        code = main([*options, "--json"])
+    return code, [json.loads(line) for line in text.getvalue().splitlines()]
 
 
 def a_third(engines: list[str], *, quick: bool = False) -> list[Case]:
@@ -45,10 +53,17 @@ def a_third(engines: list[str], *, quick: bool = False) -> list[Case]:
     return [case for case in build_matrix(engines, quick=quick) if chosen(case)]
 
 
+@pytest.fixture(scope="module")
+def matrix() -> tuple[int, list[dict]]:
+    """One run over all engines, which compute each float64 reference once between them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pixelrag.verify.command.build_matrix", a_third)
+        return run()
+
+
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_third_of_the_matrix_at_two_ranks(engine: str, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("pixelrag.verify.command.build_matrix", a_third)
-    code, outcomes = run(capsys, "--engine", engine)
+def test_a_third_of_the_matrix_at_two_ranks(engine: str, matrix) -> None:
+    code, outcomes = matrix[0], [o for o in matrix[1] if o["engine"] == engine]
     assert [o for o in outcomes if not o["passed"]] == []
     assert code == 0
     assert len(outcomes) == 37 + (12 if engine in FLOAT64_ENGINES else 0)
@@ -67,11 +82,9 @@ def test_a_third_of_the_matrix_at_two_ranks(engine: str, capsys, monkeypatch) ->
 
 
 @pytest.mark.parametrize("sharding", ["resident", "sharded"])
-def test_a_part_at_three_ranks(sharding: str, capsys) -> None:
+def test_a_part_at_three_ranks(sharding: str) -> None:
     engines = ("zero2",) if sharding == "resident" else ("fsdp2",)
-    code, outcomes = run(
-        capsys, "--nproc", "3", "--quick", "--params", sharding, "--engine", *engines
-    )
+    code, outcomes = run("--nproc", "3", "--quick", "--params", sharding, "--engine", *engines)
     assert [o for o in outcomes if not o["passed"]] == []
     assert code == 0
     assert len(outcomes) == 15 * len(engines)
@@ -89,35 +102,10 @@ def test_a_wrong_gradient_is_a_miss_and_exit_code_1(capsys, monkeypatch) -> None
     assert "norm ratio off by" in text
 
 
-def test_under_a_launcher_it_uses_the_ranks_that_are_there(tmp_path) -> None:
-    words = [
-        "--standalone",
-        "--nproc_per_node=2",
-        "-m",
-        "pixelrag",
-        "verify",
-        "--engine",
-        "ddp",
-        "zero3",
-        "--quick",
-    ]
-    result = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node=2",
-            *words,
-        ],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.count("ok   ") == 30
-    assert result.stdout.count("Every case gives the full-batch gradient") == 1
+def test_under_a_launcher_it_uses_the_ranks_that_are_there() -> None:
+    ended = nursery.run(["verify", "--engine", "ddp", "zero3", "--quick"], nproc=2).check()
+    assert ended.text.count("ok   ") == 30
+    assert ended.text.count("Every case gives the full-batch gradient") == 1
 
 
 def test_the_matrix_is_the_whole_product() -> None:

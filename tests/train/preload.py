@@ -3,6 +3,7 @@
 What is not imported here every forked run imports again, up to two seconds each time.
 """
 
+import gc
 import importlib
 import logging
 
@@ -18,6 +19,9 @@ for _name in (
     "pixelrag.engine.ds_config",
     "pixelrag.train.contrastive",
     "pixelrag.train.distill",
+    "pixelrag.train.rag",
+    "pixelrag.verify.command",
+    "pixelrag.verify.worker",
     # Imported by the libraries when they are first used.
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "deepspeed.runtime.zero.stage3",
@@ -30,3 +34,7 @@ for _name in (
     importlib.import_module(_name)
 torch.set_num_threads(1)
 logging.getLogger("pixelrag").handlers.clear()
+# What is here stays: a collection in a forked process (DeepSpeed asks for whole ones) would walk
+# through half a million objects, and copy each page it writes a mark to.
+gc.collect()
+gc.freeze()

@@ -8,6 +8,7 @@ import pytest
 from pixelrag.distributed.spawn import run_workers
 from pixelrag.distributed.whereabouts import is_communication_error
 from pixelrag.errors import EngineError
+from tests.train import nursery
 
 pytestmark = pytest.mark.distributed
 
@@ -27,7 +28,7 @@ def _run(how: str) -> str:
 @pytest.fixture(scope="module")
 def told():
     """All ways at once: they wait for timeouts most of their time."""
-    with ThreadPoolExecutor(len(WAYS)) as pool:
+    with nursery.warm_workers(), ThreadPoolExecutor(len(WAYS)) as pool:
         return dict(zip(WAYS, pool.map(_run, WAYS), strict=True))
 
 

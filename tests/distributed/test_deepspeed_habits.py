@@ -38,6 +38,7 @@ CASES = {
         "grad_sync": grad_sync,
         "params": "sharded" if engine == "zero3" else "resident",
         "zero": zero,
+        "steps": 2,  # images on one rank, and nowhere
     }
     for engine, settings in (("zero1", SETTINGS_12), ("zero2", SETTINGS_12), ("zero3", SETTINGS_3))
     for name, zero in settings.items()
@@ -71,7 +72,7 @@ def without_compiler(world: World, case: dict[str, Any]) -> dict[str, Any]:
     import shutil
 
     tools = [name for name in ("c++", "g++", "gcc", "cc", "clang", "ninja") if shutil.which(name)]
-    return run_trial(world, case) | {"tools": len(tools)}
+    return run_trial(world, case | {"steps": 1}) | {"tools": len(tools)}
 
 
 @pytest.fixture(scope="module")

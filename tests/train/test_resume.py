@@ -147,6 +147,16 @@ def test_no_optimizer_state_is_told(one_step, tmp_path):
     assert [record["step"] for record in lines_of(folder)] == [1, 2]
 
 
+@pytest.fixture(scope="module")
+def one_run(base, tmp_path_factory) -> dict[str, Any]:
+    """The configuration of a run of one step on two ranks that has ended."""
+    settings = {"optim": {"max_steps": 1, "warmup_steps": 0}}
+    folder = tmp_path_factory.mktemp("one")
+    config = merged(base, settings, {"output_dir": str(folder / "run")})
+    nursery.run(command(folder, config), nproc=2).check()
+    return config
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -160,11 +170,11 @@ def test_no_optimizer_state_is_told(one_step, tmp_path):
         ({"batch": {"per_device_batch_size": 4}}, "global_batch_size was 16, is 8"),
     ],
 )
-def test_another_experiment_is_refused_by_name(one_step, change, named):
-    folder, ended = one_step(nproc=2)
-    ended.check()
+def test_another_experiment_is_refused_by_name(one_run, tmp_path, change, named):
+    folder = Path(one_run["output_dir"])
     before = (folder / "metrics.jsonl").read_bytes()
-    _, ended = one_step({"optim": {"max_steps": 2}}, change, nproc=2)
+    config = merged(one_run, {"optim": {"max_steps": 2}}, change)
+    ended = nursery.run(command(tmp_path, config), nproc=2)
     assert ended.codes == [5, 5]
     assert named in ended.outputs[0]
     assert ended.outputs[0].count("error:") == 1

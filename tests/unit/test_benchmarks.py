@@ -127,6 +127,7 @@ def test_two_open_indexes_are_mapped_and_not_copied():
     assert row["two_private_mib"] < row["file_mib"]
 
 
+@pytest.mark.usefixtures("few_texts")
 def test_peers_compute_the_same_gradient(tiny_models):
     names = [name for name in peers.installed() if name != "gradcache"]
     work = peers.Workload(*common.code_search_pairs(6), 4, 16, str(tiny_models["bert"]))

@@ -1,6 +1,7 @@
 """Causal language models: packed rows, the lent head, adapters, layer subsets, loading."""
 
 import importlib.util
+import itertools
 import json
 from pathlib import Path
 
@@ -71,12 +72,13 @@ def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor],
         assert abs(got[name].norm() / gradient.norm() - 1) < limit, name
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    # Gemma 2 on sdpa is refused: it would leave out the cap on scores.
+    [pair for pair in itertools.product(KINDS, BACKENDS) if pair != ("gemma2", "sdpa")],
+)
 def test_packed_documents_are_those_of_separate_rows(folders, kind: str, backend: str):
     """Logits and gradients, against the model's own forward on eager attention."""
-    if (kind, backend) == ("gemma2", "sdpa"):
-        pytest.skip("refused: sdpa would drop the cap on scores")
     rows = packed_rows()
     model = student(folders[kind], attention=backend)
     logits = split_logits(model, rows)

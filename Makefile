@@ -50,7 +50,7 @@ demo: install
 
 # Two files at a time: most tests wait for start-ups and for one another's ranks half of their time.
 test: install
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(or $(ARGS),-n 2 --dist loadfile)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(or $(ARGS),-n 2 --dist loadfile --no-loadscope-reorder)
 
 lint: install
 	@$(BIN)/ruff check .

@@ -1,8 +1,8 @@
 """The command table. Everything a command needs is imported once it is chosen, never for `--help`.
 
 `pixelrag X`, `python -m pixelrag X`, and both under torchrun and the deepspeed launcher, end here.
-The launchers' own flags are dropped: rank and world are read from the environment alone, srun's
-too.
+The launchers' own flags are dropped: rank and world are read from the environment alone, that
+of srun and mpirun too.
 """
 
 import os
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import NoReturn
 
-from pixelrag.distributed import slurm
+from pixelrag.distributed import launched
 from pixelrag.errors import ConfigError, PixelragError
 
 
@@ -154,7 +154,7 @@ def strip_launcher_flags(argv: Sequence[str]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return the exit code; errors of the user's are told in one message."""
-    slurm.adopt(os.environ)
+    launched.adopt(os.environ)
     words = strip_launcher_flags(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]

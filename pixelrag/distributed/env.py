@@ -1,9 +1,9 @@
 """Who am I: rank and world size from the launcher's environment, and the process group they imply.
 
 The environment is the only source of truth. torchrun and the deepspeed launcher set ``RANK``,
-``LOCAL_RANK``, ``WORLD_SIZE`` and ``MASTER_*``; Slurm's ``srun`` sets ``SLURM_PROCID`` and its
-kin; with neither, the process is alone and still gets a (one-process) group, so that every
-engine runs the same code with and without a launcher.
+``LOCAL_RANK``, ``WORLD_SIZE`` and ``MASTER_*``; Slurm's ``srun`` and Open MPI's ``mpirun`` set
+names of their own (`launched`); with none of them the process is alone and still gets a
+(one-process) group, so that every engine runs the same code with and without a launcher.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from pixelrag.distributed import slurm
+from pixelrag.distributed import launched
 from pixelrag.distributed.cores import set_threads
 from pixelrag.distributed.whereabouts import Position, watched
 from pixelrag.errors import EngineError
@@ -53,7 +53,7 @@ def _int_from(environ: dict[str, str], *names: str) -> int | None:
         except ValueError:
             raise EngineError(
                 f"environment variable {name}: got {value!r}, expected an integer; "
-                "start the job with torchrun, the deepspeed launcher or srun, or unset it"
+                "start the job with torchrun, the deepspeed launcher, srun or mpirun, or unset it"
             ) from None
     return None
 
@@ -65,7 +65,7 @@ def read_ranks(environ: dict[str, str] | None = None) -> tuple[int, int, int]:
         EngineError: a variable is not an integer, or only a part of the set is there.
     """
     env = dict(os.environ) if environ is None else environ
-    slurm.adopt(env)
+    launched.adopt(env)
     rank, world_size = _int_from(env, "RANK"), _int_from(env, "WORLD_SIZE")
     local_rank = _int_from(env, "LOCAL_RANK")
     if rank is None and world_size is None:
@@ -120,7 +120,7 @@ def process_group(device: str = "auto", timeout_seconds: float = 600.0) -> Itera
     Raises:
         EngineError: a collective failed; names the ranks that are missing, and where each stands.
     """
-    slurm.adopt(os.environ)
+    launched.adopt(os.environ)
     rank, world_size, local_rank = read_ranks()
     set_threads()
     place = choose_device(device, local_rank)
@@ -155,7 +155,7 @@ def _init(rank: int, world_size: int, device: torch.device, timeout_seconds: flo
         if missing:
             raise EngineError(
                 f"rank {rank} of {world_size}: {' and '.join(missing)} not set; a launcher sets "
-                "them, and with srun the batch script must export them"
+                "them; with srun and mpirun the script that starts them must export them"
             )
         options |= {"rank": rank, "world_size": world_size}
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

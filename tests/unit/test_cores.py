@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from pixelrag.distributed import cores, slurm
+from pixelrag.distributed import cores
 
 
 @pytest.fixture
@@ -57,19 +57,3 @@ def test_workers_are_bounded_and_it_is_said(host, caplog, monkeypatch):
     assert not caplog.records
     assert cores.bounded_workers(9) == 4
     assert "data.num_workers 9: this rank has 4 cores, so it starts 4" in caplog.text
-
-
-def test_srun_is_adopted():
-    environ = {
-        "SLURM_STEP_ID": "0",
-        "SLURM_PROCID": "9",
-        "SLURM_NTASKS": "20",
-        "SLURM_LOCALID": "1",
-        "SLURM_NODEID": "1",
-        "SLURM_STEP_TASKS_PER_NODE": "8(x2),4",
-    }
-    slurm.adopt(environ)
-    assert [environ[n] for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == ["9", "20", "1"]
-    assert environ["LOCAL_WORLD_SIZE"] == "8"
-    with pytest.raises(ValueError, match=r"expected a list such as 8\(x2\),4"):
-        slurm.tasks_of_nodes("8(2)")

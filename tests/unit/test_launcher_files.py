@@ -53,12 +53,20 @@ def test_many_nodes_want_to_know_where_to_meet(recorded):
     assert "--rdzv_endpoint h:5" in told
 
 
-def test_deepspeed_in_each_of_its_ways(recorded):
+def test_deepspeed_in_each_of_its_ways(recorded, tmp_path):
     assert "deepspeed --module pixelrag rag" in recorded("deepspeed.sh", "rag")
-    told = recorded("deepspeed.sh", "rag", HOSTFILE="f", LAUNCHER="openmpi")
-    assert "deepspeed --hostfile f --master_port 29500 --launcher openmpi --module" in told
-    told = recorded("deepspeed.sh", "rag", HOSTFILE="f", NODE_RANK="1", HEAD="h")
-    assert "--no_ssh --node_rank 1 --master_addr h --module" in told
+    (tmp_path / "f").write_text("# ours\n\nnode7 slots=8\nnode8 slots=8\n")
+    file = str(tmp_path / "f")
+    meet = f"deepspeed --hostfile {file} --master_addr node7 --master_port 29500"
+    told = recorded("deepspeed.sh", "rag", HOSTFILE=file)
+    assert f"{meet} --launcher pdsh --module" in told
+    told = recorded("deepspeed.sh", "rag", HOSTFILE=file, LAUNCHER="openmpi", MPIRUN_OPTIONS="-v")
+    carried = "MASTER_ADDR -x MASTER_PORT -x OMP_NUM_THREADS -x TOKENIZERS_PARALLELISM"
+    assert f"{meet} --launcher openmpi --launcher_args -x {carried} -v --module" in told
+    assert "MASTER_ADDR=node7" in told
+    assert "MASTER_PORT=29500" in told
+    told = recorded("deepspeed.sh", "rag", HOSTFILE=file, NODE_RANK="1", HEAD="h", PORT="5")
+    assert "--master_addr h --master_port 5 --no_ssh --node_rank 1 --module" in told
 
 
 def test_slurm_names_a_place_to_meet_and_requeues_what_was_preempted(recorded, tmp_path):

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 from types import MappingProxyType
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from pixelrag.config.base import JobConfig
 from pixelrag.config.contrastive_data import DataConfig, data_conflicts
@@ -19,7 +20,12 @@ from pixelrag.config.parts import (
     OptimConfig,
 )
 from pixelrag.config.problems import Conflict
-from pixelrag.config.rules import engine_conflicts, length_conflicts, resume_conflicts
+from pixelrag.config.rules import (
+    engine_conflicts,
+    length_conflicts,
+    lora_conflicts,
+    resume_conflicts,
+)
 from pixelrag.config.tile_questions import TILE_METRICS, TileQuestionOptions, tile_conflicts
 
 IN_BATCH_METRICS = ("eval/loss", "eval/accuracy")
@@ -29,6 +35,16 @@ RETRIEVAL_METRICS = ("eval/recall@1", "eval/recall@5", "eval/recall@10", "eval/m
 class RetrieverConfig(ModelConfig):
     training_state: str | None = None
     """PixelRAG's training_state.pt (or its folder), to take weights and temperature from."""
+
+    unfrozen: list[Literal["text", "vision", "merger"]] | None = None
+    """Parts whose own weights train; null = all of them without LoRA, none with it."""
+
+    @field_validator("unfrozen")
+    @classmethod
+    def _once(cls, value: list[str] | None) -> list[str] | None:
+        if value is not None and (not value or len(set(value)) < len(value)):
+            raise PydanticCustomError("parts", "some of text, vision and merger, each once")
+        return value
 
 
 class BatchConfig(GlobalBatches):
@@ -85,14 +101,37 @@ class ContrastiveConfig(JobConfig):
         yield from data_conflicts(self.data, self.optim.max_steps)
         yield from tile_conflicts(self.eval)
         yield from _evaluation_conflicts(self)
-        if self.lora.vision and not self.lora.enabled:
-            yield Conflict(
-                ("lora.vision", "lora.enabled"),
-                got="lora.vision true while lora.enabled is false",
-                remedy="set lora.enabled true, or lora.vision false",
-            )
+        yield from lora_conflicts(self.lora)
+        yield from _unfrozen_conflicts(self)
         yield from loss_conflicts(self.loss)
         yield from resume_conflicts(self)
+
+
+def _unfrozen_conflicts(config: ContrastiveConfig) -> Iterator[Conflict]:
+    """Adapters where the weights below them train as well; chunks in which nothing trains."""
+    unfrozen, lora, loss = config.model.unfrozen, config.lora, config.loss
+    if not lora.enabled:
+        always = loss.learnable_temperature or loss.name == "siglip"
+        if unfrozen is not None and "text" not in unfrozen and not always:
+            yield Conflict(
+                ("model.unfrozen", "loss.learnable_temperature"),
+                got="model.unfrozen without text, and loss.learnable_temperature false: in a chunk "
+                "of texts nothing would train",
+                remedy="set loss.learnable_temperature or lora.enabled true, or unfreeze text",
+            )
+        return
+    adapted = {
+        "text": "lora.enabled true",
+        "vision": "" if lora.vision == "none" else f"lora.vision {lora.vision}",
+        "merger": "lora.merger true" if lora.merger else "",
+    }
+    for part in unfrozen or ():
+        if got := adapted[part]:
+            yield Conflict(
+                ("model.unfrozen", got.split()[0]),
+                got=f"{part} in model.unfrozen with {got}, which adapts it",
+                remedy="train its weights or adapters to them: drop one of the two",
+            )
 
 
 def _evaluation_conflicts(config: ContrastiveConfig) -> Iterator[Conflict]:

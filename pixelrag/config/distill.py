@@ -21,7 +21,12 @@ from pixelrag.config.distill_parts import (
 )
 from pixelrag.config.parts import EngineConfig, LoggingConfig
 from pixelrag.config.problems import Conflict, shown
-from pixelrag.config.rules import engine_conflicts, length_conflicts, resume_conflicts
+from pixelrag.config.rules import (
+    engine_conflicts,
+    length_conflicts,
+    lora_conflicts,
+    resume_conflicts,
+)
 
 METRICS = ("eval/loss", "eval/ce_loss", "eval/kd_loss", "eval/agreement")
 
@@ -70,6 +75,7 @@ class DistillConfig(JobConfig):
         """Yield every pair of settings that cannot stand together, with what mends it."""
         yield from length_conflicts(self.optim)
         yield from engine_conflicts(self.engine)
+        yield from lora_conflicts(self.lora)
         yield from _student_conflicts(self)
         yield from _teacher_conflicts(self.teacher)
         yield from _placement_conflicts(self.teacher, self.engine)

@@ -50,8 +50,31 @@ class LoraConfig(Section):
     """Dropout in front of the adapters."""
     target_modules: list[str] | None = None
     """Names of the layers to adapt; null = attention projections of the model's family."""
-    vision: bool = False
-    """Adapt attention and MLP of the vision tower as well."""
+    vision: Literal["none", "attention", "all"] = "none"
+    """Adapt the vision tower's blocks too: attention, or all (MLP as well); true means all."""
+    vision_r: int | None = Field(None, ge=1)
+    """Rank of the adapters in vision tower and merger; null = r."""
+    vision_alpha: float | None = Field(None, gt=0)
+    """Alpha of the adapters in vision tower and merger; null = alpha."""
+    merger: bool = False
+    """Adapt the layers that join the vision tower to the language model (deepstack's too)."""
+    dora: bool = False
+    """DoRA: train the length of each row of the adapted weights apart from its direction."""
+    rslora: bool = False
+    """rsLoRA: scale adapters by alpha / sqrt(r)."""
+
+    @field_validator("vision", mode="before")
+    @classmethod
+    def _switch(cls, value: Any) -> Any:
+        if isinstance(value, bool):
+            return "all" if value else "none"
+        return {"true": "all", "false": "none"}.get(value, value)
+
+    @property
+    def of_vision(self) -> tuple[int, float]:
+        """Rank and alpha in vision tower and merger."""
+        r, alpha = self.vision_r, self.vision_alpha
+        return self.r if r is None else r, self.alpha if alpha is None else alpha
 
 
 class DataFiles(Section):

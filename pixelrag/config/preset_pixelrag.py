@@ -15,7 +15,7 @@ from pixelrag.config.problems import Problem
 DEFAULTS: dict[str, Any] = {
     "output_dir": "training/output_contrastors",
     "model": {"name_or_path": "Qwen/Qwen3-VL-Embedding-2B", "max_visual_tokens": 4096},
-    "lora": {"enabled": True, "r": 32, "alpha": 32, "dropout": 0.05, "vision": True},
+    "lora": {"enabled": True, "r": 32, "alpha": 32, "dropout": 0.05, "vision": "all"},
     "data": {
         "train": ["training/data/train.jsonl"],
         "eval": ["training/data/eval.jsonl"],
@@ -135,14 +135,14 @@ ALIASES: dict[str, Alias] = {
     "lora_r": _to("lora.r"),
     "lora_alpha": _to("lora.alpha"),
     "lora_dropout": _to("lora.dropout"),
-    "lora_vit": _switch(lora__vision="true"),
-    "no_lora_vit": _switch(lora__vision="false"),
+    "lora_vit": _switch(lora__vision="all"),
+    "no_lora_vit": _switch(lora__vision="none"),
     "lora_mlp": _switch(lora__target_modules=",".join(_LLM + _LLM_MLP)),
-    "lora_vit_r": _no("lora.r is the rank of both towers; set it with --lora-r"),
-    "lora_vit_attn_only": _no(_NOT_YET, num_words=0),
-    "unfreeze_vit": _no(_NOT_YET, num_words=0),
-    "dora": _no(_NOT_YET, num_words=0),
-    "rslora": _no(_NOT_YET, num_words=0),
+    "lora_vit_r": _to("lora.vision_r"),
+    "lora_vit_attn_only": Alias(num_words=0),
+    "unfreeze_vit": Alias(num_words=0),
+    "dora": _switch(lora__dora="true"),
+    "rslora": _switch(lora__rslora="true"),
     "max_num_visual_tokens": _to("model.max_visual_tokens"),
     "eval_steps": _to("eval.every_steps", zero_is_null=True),
     "save_steps": _to("checkpoint.every_steps", zero_is_null=True),
@@ -200,7 +200,7 @@ def expand(argv: Sequence[str]) -> tuple[list[str], list[Problem]]:
             problems.append(Problem(flag, f"cannot be taken over: {alias.refusal}"))
         for option, value in alias.options:
             ours.append(f"--{option}={_value(alias, values, value)}")
-    for derive in (_resume, _splits_win, _in_batch_wins, _mixture, _eval_rows):
+    for derive in (_resume, _splits_win, _in_batch_wins, _vision_tower, _mixture, _eval_rows):
         derive(given, ours, problems)
     return ours, problems
 
@@ -240,6 +240,18 @@ def _in_batch_wins(given: Given, ours: list[str], problems: list[Problem]) -> No
     """`--in-batch-only` wins over `--num-hard-negatives`."""
     if "in_batch_only" in given:
         ours.append("--data.num_hard_negatives=0")
+
+
+def _vision_tower(given: Given, ours: list[str], problems: list[Problem]) -> None:
+    """`--unfreeze-vit` wins over its adapters; a rank of their own is their alpha too."""
+    if "unfreeze_vit" in given:
+        ours += ["--lora.vision=none", "--model.unfrozen=vision,merger"]
+    elif "lora_vit_attn_only" in given:
+        chosen = [word for word in ours if word.startswith("--lora.vision=")][-1:]
+        if chosen != ["--lora.vision=none"]:
+            ours.append("--lora.vision=attention")
+    if (rank := given.get("lora_vit_r")) and rank != given.get("lora_r", ["32"]):
+        ours.append(f"--lora.vision_alpha={rank[0]}")
 
 
 def _mixture(given: Given, ours: list[str], problems: list[Problem]) -> None:

@@ -25,7 +25,12 @@ from pixelrag.config.rag_sections import (
     RagLossConfig,
     RetrievalConfig,
 )
-from pixelrag.config.rules import engine_conflicts, length_conflicts, resume_conflicts
+from pixelrag.config.rules import (
+    engine_conflicts,
+    length_conflicts,
+    lora_conflicts,
+    resume_conflicts,
+)
 
 Part = Literal["question", "document", "generator"]
 
@@ -142,12 +147,7 @@ def _part_conflicts(config: RagConfig) -> Iterator[Conflict]:
                 got=f"{section}.enabled true with train {shown(config.train)}",
                 remedy=f"add {' or '.join(sorted(parts))} to train, or set it false",
             )
-        if lora.vision and not lora.enabled:
-            yield Conflict(
-                (f"{section}.vision", f"{section}.enabled"),
-                got=f"{section}.vision true while {section}.enabled is false",
-                remedy=f"set {section}.enabled true, or {section}.vision false",
-            )
+        yield from lora_conflicts(lora, section)
 
 
 def _loss_conflicts(loss: RagLossConfig) -> Iterator[Conflict]:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from pixelrag.config.base import JobConfig
 from pixelrag.config.ds_file import read_deepspeed_file
-from pixelrag.config.parts import EngineConfig, OptimConfig
-from pixelrag.config.problems import Conflict
+from pixelrag.config.parts import EngineConfig, LoraConfig, OptimConfig
+from pixelrag.config.problems import Conflict, shown
+from pixelrag.config.section import Section
 
 
 def length_conflicts(optim: OptimConfig) -> Iterator[Conflict]:
@@ -84,6 +85,29 @@ def engine_conflicts(engine: EngineConfig) -> Iterator[Conflict]:
             f"bf16.enabled is {str(file.bf16).lower()}",
             remedy='leave engine.precision to the file, or set bf16.enabled to "auto" in it',
         )
+
+
+def lora_conflicts(lora: Section, section: str = "lora") -> Iterator[Conflict]:
+    """Options of adapters that there are none of, or that act on none."""
+    default = type(lora)()
+    given = [n for n in type(lora).model_fields if getattr(lora, n) != getattr(default, n)]
+    if given and not lora.enabled:
+        named = ", ".join(f"{section}.{name} {shown(getattr(lora, name))}" for name in given)
+        yield Conflict(
+            tuple(f"{section}.{name}" for name in [*given, "enabled"]),
+            got=f"{named} while {section}.enabled is false",
+            remedy=f"set {section}.enabled true, or leave them out",
+        )
+    if not isinstance(lora, LoraConfig) or not lora.enabled or lora.vision != "none":
+        return
+    for name in ("vision_r", "vision_alpha"):
+        if name in given and not lora.merger:
+            yield Conflict(
+                (f"{section}.{name}", f"{section}.vision", f"{section}.merger"),
+                got=f"{section}.{name} with neither {section}.vision nor {section}.merger",
+                remedy=f"set {section}.vision to attention or all, or {section}.merger true, or "
+                "leave it out",
+            )
 
 
 def resume_conflicts(config: JobConfig) -> Iterator[Conflict]:

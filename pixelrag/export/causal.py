@@ -20,12 +20,11 @@ from transformers import PreTrainedModel
 import pixelrag
 from pixelrag.errors import CheckpointError
 from pixelrag.export.folder import MAX_SHARD_SIZE, plain_name, replacing
+from pixelrag.export.merge import merged
 from pixelrag.models.causal import CausalLM
 from pixelrag.models.generator import Generator
 from pixelrag.models.load import quiet
 from pixelrag.models.source import SETTINGS_FILE, SETTINGS_FORMAT
-
-_PEFT = "base_model.model."
 
 
 def export_causal(
@@ -62,7 +61,7 @@ def export_causal(
     folder = Path(folder)
     named = {plain_name(key).removeprefix("lm."): t for key, t in state_dict.items()}
     if isinstance(student.lm, PeftModel):
-        named = _merged(named, student.lm)
+        named = merged(named, student.lm)
     twin = _twin(student, untied=_adapted_head_alone(student))
     weights = _checked(named, twin, dtype)
     settings = {"format": SETTINGS_FORMAT, "pixelrag": pixelrag.__version__, "kind": kind}
@@ -89,25 +88,6 @@ def _twin(student: CausalLM | Generator, *, untied: bool) -> PreTrainedModel:
         twin.generation_config = copy.deepcopy(model.generation_config)
         twin.generation_config.use_cache = True
     return twin
-
-
-def _merged(named: Mapping[str, torch.Tensor], lm: PeftModel) -> dict[str, torch.Tensor]:
-    """Weights by the base model's names, W + scaling * B A where there is an adapter."""
-    merged: dict[str, torch.Tensor] = {}
-    for key, tensor in named.items():
-        if ".lora_" in key:
-            continue
-        path, _, leaf = key.rpartition(".")
-        layer = lm.get_submodule(path.removesuffix(".base_layer"))
-        if path.endswith(".base_layer") and isinstance(layer, LoraLayer):
-            path = path.removesuffix(".base_layer")
-            if leaf == "weight":
-                name = layer.active_adapters[0]
-                down, up = (named[f"{path}.lora_{part}.{name}.weight"].float() for part in "AB")
-                change = up @ down * layer.scaling[name]
-                tensor = tensor.float() + (change.t() if layer.fan_in_fan_out else change)
-        merged[f"{path}.{leaf}".removeprefix(_PEFT)] = tensor
-    return merged
 
 
 def _adapted_head_alone(student: CausalLM | Generator) -> bool:

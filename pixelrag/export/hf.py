@@ -5,8 +5,9 @@ published checkpoints (architecture `Qwen3VLForConditionalGeneration`, keys `mod
 `model.language_model.*`), so it also loads under that name, as servers such as vLLM expect; a
 head that is not tied to the token embeddings (8B) is left out, embeddings have no use for it. A
 LoRA model becomes `adapter_config.json` and `adapter_model.safetensors`, which
-`PeftModel.from_pretrained(base, folder)` loads. Either way the tokenizer lies beside it,
-`pixelrag.json` says how to pool and what to put to queries and documents, and so do, for
+`PeftModel.from_pretrained(base, folder)` loads; where weights beside the adapters were trained,
+which those files would leave out, it is merged into a full model. Either way the tokenizer lies
+beside it, `pixelrag.json` says how to pool and what to put to queries and documents, and so do, for
 sentence-transformers, the files of `pixelrag.export.sentence_transformers`.
 """
 
@@ -26,11 +27,13 @@ from transformers import PreTrainedModel, Qwen3VLForConditionalGeneration
 import pixelrag
 from pixelrag.errors import CheckpointError
 from pixelrag.export.folder import MAX_SHARD_SIZE, plain_name, replacing
+from pixelrag.export.merge import merged
 from pixelrag.export.sentence_transformers import write_modules
 from pixelrag.models import Embedder, Preprocessor
 from pixelrag.models.load import quiet, takes_pooling_layer
 from pixelrag.models.lora import ADAPTER_WEIGHTS
 from pixelrag.models.source import SETTINGS_FILE, SETTINGS_FORMAT
+from pixelrag.models.tower_parts import trains_beside_adapters
 
 
 def export_embedder(
@@ -53,8 +56,8 @@ def export_embedder(
     Args:
         embedder: the model whose architecture, pooling and adapters apply.
         preprocessor: its tokenizer, image processor and instructions are saved.
-        state_dict: full CPU tensors under the keys of `embedder.state_dict()`; for LoRA the
-            adapters' suffice.
+        state_dict: full CPU tensors under the keys of `embedder.state_dict()`; for LoRA alone
+            the adapters' suffice.
         folder: where to.
         temperature: the trained temperature, for `pixelrag.json`.
         bias: the trained bias of a sigmoid loss, for the same file; None = there is none.
@@ -71,10 +74,15 @@ def export_embedder(
             is no export; or it cannot be written. Nothing is left half-written.
     """
     folder = Path(folder)
-    weights = _checked(state_dict, embedder, dtype)
+    model = embedder.backbone
+    is_adapter = isinstance(model, PeftModel) and not trains_beside_adapters(model)
+    weights = _checked(state_dict, embedder, adapters_alone=is_adapter)
+    if isinstance(model, PeftModel) and not is_adapter:
+        weights = merged(weights, model)
+    weights = {key: _portable(tensor, dtype) for key, tensor in weights.items()}
     with replacing(folder) as part:
         with quiet():
-            if isinstance(embedder.backbone, PeftModel):
+            if is_adapter:
                 _write_adapter(embedder.backbone, weights, part)
             else:
                 _write_model(embedder.base_model, weights, part, dtype, max_shard_size)
@@ -90,14 +98,14 @@ def export_embedder(
 
 
 def _checked(
-    state_dict: Mapping[str, torch.Tensor], embedder: Embedder, dtype: torch.dtype
+    state_dict: Mapping[str, torch.Tensor], embedder: Embedder, *, adapters_alone: bool
 ) -> dict[str, torch.Tensor]:
     """The backbone's weights by its own names, complete and not empty."""
     given = {plain_name(key): tensor for key, tensor in state_dict.items()}
     expected = set(embedder.state_dict(keep_vars=True))
     unknown = sorted(set(given) - expected)
     missing = expected - set(given)
-    if isinstance(embedder.backbone, PeftModel):
+    if adapters_alone:
         missing = {key for key in missing if "lora_" in key}
     if unknown or missing:
         raise CheckpointError(
@@ -110,7 +118,7 @@ def _checked(
         raise CheckpointError(
             f"{len(empty)} weights to export are empty, first {empty[0]}; were they gathered?"
         )
-    return {key.removeprefix("backbone."): _portable(t, dtype) for key, t in given.items()}
+    return {key.removeprefix("backbone."): tensor for key, tensor in given.items()}
 
 
 def _portable(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -33,6 +33,7 @@ from pixelrag.models.source import (
     resolve_source,
     saved_settings,
 )
+from pixelrag.models.tower_parts import unfreeze
 
 logger = logging.getLogger("pixelrag")
 
@@ -44,6 +45,7 @@ def load_embedder(
     dtype: torch.dtype = torch.float32,
     half_precision: bool = False,
     seed: int = 0,
+    as_saved: bool = False,
 ) -> tuple[Embedder, Preprocessor]:
     """Load what `model` and `lora` of a configuration describe, on the CPU, in training mode.
 
@@ -58,6 +60,7 @@ def load_embedder(
             its reference.
         half_precision: the engine will compute in bf16; lets flash_attention_2 be chosen.
         seed: for fresh weights (`random_init`, adapters); the global generators are left alone.
+        as_saved: keep the adapter of a LoRA folder as it is, whatever ``lora_cfg`` says.
 
     Raises:
         ModelError: the model is not there, lacks weights, or does not fit what is asked of it.
@@ -81,6 +84,7 @@ def load_embedder(
             base,
             has_vision=is_vision(model),
             probe=preprocessor.queries(["What does the adapter change?"])["input_ids"],
+            as_saved=as_saved,
         )
 
     if dtype == torch.float64:
@@ -89,6 +93,9 @@ def load_embedder(
             parameter.data = parameter.data.double()
     else:
         adapters_to_fp32(backbone)
+    # Only the contrastive job trains parts of a tower.
+    if unfrozen := getattr(model_cfg, "unfrozen", None):
+        unfreeze(backbone, unfrozen)
     if is_dpr and model_cfg.pooling == "auto":
         pooling = "cls"
     # Only jobs that can do with raw vectors have the option.

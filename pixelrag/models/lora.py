@@ -1,12 +1,10 @@
-"""Low-rank adapters (PEFT): which layers get them, wrapping a model, loading a saved adapter."""
+"""Low-rank adapters (PEFT): wrapping a model, loading and comparing a saved adapter."""
 
 from __future__ import annotations
 
 import logging
-import re
 import warnings
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from peft import LoraConfig as PeftLoraConfig
@@ -18,6 +16,7 @@ from peft import (
     get_peft_model_state_dict,
     set_peft_model_state_dict,
 )
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
@@ -25,80 +24,17 @@ from transformers import PreTrainedModel
 from pixelrag.config.parts import LoraConfig
 from pixelrag.errors import ModelError
 from pixelrag.models.adapter_keys import check_effect, unwrapped
+from pixelrag.models.lora_targets import (
+    LoraLayerPlan,
+    planned_layers,
+    target_pattern,
+    vision_patterns,
+)
 from pixelrag.models.source import ModelSource
 
 logger = logging.getLogger("pixelrag")
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-
-# Attention projections by family; the first set that a model has all of is its default.
-_DEFAULTS: tuple[tuple[str, ...], ...] = (
-    ("q_proj", "k_proj", "v_proj", "o_proj"),
-    (
-        "attention.self.query",
-        "attention.self.key",
-        "attention.self.value",
-        "attention.output.dense",
-    ),
-    (
-        "attention.self.query_proj",
-        "attention.self.key_proj",
-        "attention.self.value_proj",
-        "attention.output.dense",
-    ),
-    ("q_proj", "k_proj", "v_proj", "out_proj"),
-    ("attention.attn.q", "attention.attn.k", "attention.attn.v", "attention.attn.o"),
-    ("attention.q_lin", "attention.k_lin", "attention.v_lin", "attention.out_lin"),
-    ("attention.query", "attention.key", "attention.value", "attention.dense"),
-    ("attn.Wqkv", "attn.Wo"),
-)
-# Blocks of the vision tower only: its mergers are trained whole or not at all.
-_VISION = ("attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2")
-
-
-def target_pattern(backbone: nn.Module, config: LoraConfig, *, has_vision: bool) -> str:
-    """The regular expression that PEFT matches whole module names against.
-
-    With a vision tower, `target_modules` (or the default set) is looked for in the language model
-    alone; `vision` adds the tower's blocks. A target "a.b" also matches "x.a.b", never "xa.b".
-
-    Raises:
-        ModelError: a target matches no layer, or no default is known for the model; or
-            `lora.vision` for a model without a vision tower.
-    """
-    linear = [n for n, m in backbone.named_modules() if isinstance(m, nn.Linear)]
-    within = r"(?:model\.)?language_model\." if has_vision else ""
-    targets = config.target_modules
-    if targets is None:
-        targets = next(
-            (
-                names
-                for names in _DEFAULTS
-                if all(_matching(_pattern(within, [name]), linear) for name in names)
-            ),
-            None,
-        )
-        if targets is None:
-            raise ModelError(
-                f"no default LoRA targets are known for {type(backbone).__name__}; set "
-                f"lora.target_modules, e.g. to some of {_kinds(linear)}"
-            )
-    for name in targets:
-        if not _matching(_pattern(within, [name]), linear):
-            place = "the language model of " if has_vision else ""
-            candidates = _matching(_pattern(within, [r".*"], escape=False), linear)
-            raise ModelError(
-                f"lora.target_modules {name!r} matches no linear layer in {place}"
-                f"{type(backbone).__name__}; there are {_kinds(candidates)}"
-            )
-    pattern = _pattern(within, targets)
-    if not config.vision:
-        return pattern
-    if not has_vision:
-        raise ModelError(
-            f"lora.vision is true, but {type(backbone).__name__} has no vision tower; set it false"
-        )
-    return f"(?:{pattern})|(?:{_vision_pattern()})"
 
 
 def apply_lora(
@@ -115,12 +51,18 @@ def apply_lora(
         base_name: how the adapter's files name the model they belong to.
         task_type: PEFT's word for what the model does.
     """
+    r, alpha = config.of_vision
+    vision = vision_patterns(config)
     peft_config = PeftLoraConfig(
         task_type=task_type,
         r=config.r,
         lora_alpha=config.alpha,
         lora_dropout=config.dropout,
         target_modules=target_pattern(backbone, config, has_vision=has_vision),
+        rank_pattern=dict.fromkeys(vision, r) if r != config.r else {},
+        alpha_pattern=dict.fromkeys(vision, alpha) if alpha != config.alpha else {},
+        use_dora=config.dora,
+        use_rslora=config.rslora,
     )
     with warnings.catch_warnings():
         # PEFT still asks transformers for names that it has renamed.
@@ -141,6 +83,7 @@ def with_adapters(
     has_vision: bool = False,
     task_type: TaskType = TaskType.FEATURE_EXTRACTION,
     probe: torch.Tensor | None = None,
+    as_saved: bool = False,
 ) -> PreTrainedModel | PeftModel:
     """New adapters, the saved ones continued, the saved ones merged, or none at all.
 
@@ -151,6 +94,7 @@ def with_adapters(
         base: where the base model is.
         has_vision, task_type: as for `apply_lora`.
         probe: token ids [1, T] of a text, on which a saved adapter must change the model's output.
+        as_saved: keep a saved adapter as it is, whatever ``config`` says.
 
     Raises:
         ModelError: the saved adapter does not load, does nothing, or is not the one that `config`
@@ -162,12 +106,15 @@ def with_adapters(
         return apply_lora(
             model, config, has_vision=has_vision, base_name=base.name, task_type=task_type
         )
+    compared = config.enabled and not as_saved
+    wanted = planned_layers(model, config, has_vision=has_vision) if compared else {}
     loaded = load_adapter(model, adapter, base.name)
     if probe is not None:
         check_effect(loaded, probe, adapter.name)
-    if config.enabled:
-        check_same_lora(loaded, config, adapter.name)
+    if compared:
+        check_same_lora(loaded, wanted, adapter.name)
         set_lora_dropout(loaded, config.dropout)
+    if compared or as_saved:
         return loaded
     logger.info("merging the adapter %s into %s", adapter.name, base.name)
     return loaded.merge_and_unload().requires_grad_(True)
@@ -216,18 +163,29 @@ def load_adapter(backbone: nn.Module, source: ModelSource, base_name: str) -> Pe
     return model
 
 
-def check_same_lora(model: PeftModel, config: LoraConfig, name: str) -> None:
+def check_same_lora(model: PeftModel, wanted: Mapping[str, LoraLayerPlan], name: str) -> None:
     """Refuse a configuration that asks for another adapter than the one that was loaded.
 
+    Compared is what makes the function that a checkpoint's numbers mean: the layers that are
+    adapted, and of each rank, scale (alpha, rsLoRA) and DoRA. Dropout is no part of it.
+
     Raises:
-        ModelError: rank or alpha differ.
+        ModelError: names the first layer that differs.
     """
-    saved: Any = model.peft_config["default"]
-    if (saved.r, saved.lora_alpha) != (config.r, config.alpha):
+    layers = model.get_base_model().named_modules()
+    saved = {
+        path: LoraLayerPlan(m.r["default"], m.scaling["default"], m.use_dora["default"])
+        for path, m in layers
+        if isinstance(m, LoraLayer)
+    }
+    unlike = sorted(p for p in saved.keys() | wanted.keys() if saved.get(p) != wanted.get(p))
+    if unlike:
+        has, asked = saved.get(unlike[0], "no adapter"), wanted.get(unlike[0], "no adapter")
         raise ModelError(
-            f"{name} holds an adapter with r {saved.r} and alpha {saved.lora_alpha:g}, but lora.r "
-            f"is {config.r} and lora.alpha {config.alpha:g}. Set them alike, or set lora.enabled "
-            "false to merge the adapter and train the whole model"
+            f"{name} holds another adapter than the configuration's lora section describes: "
+            f"{len(unlike)} layers differ, first {unlike[0]}: the file has {has}, lora asks for "
+            f"{asked}. Set lora.r, alpha, rslora, dora, target_modules, vision and merger as they "
+            "were, or set lora.enabled false to merge the adapter and train the whole model"
         )
 
 
@@ -245,26 +203,6 @@ def adapters_to_fp32(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if "lora_" in name and parameter.dtype in (torch.bfloat16, torch.float16):
             parameter.data = parameter.data.float()
-
-
-def _pattern(within: str, names: Iterable[str], *, escape: bool = True) -> str:
-    alternatives = "|".join(re.escape(name) if escape else name for name in names)
-    return rf"{within}(?:.*\.)?(?:{alternatives})"
-
-
-def _vision_pattern() -> str:
-    layers = "|".join(re.escape(name) for name in _VISION)
-    return rf"(?:model\.)?visual\.blocks\.\d+\.(?:{layers})"
-
-
-def _matching(pattern: str, names: Sequence[str]) -> list[str]:
-    return [name for name in names if re.fullmatch(pattern, name)]
-
-
-def _kinds(names: Sequence[str]) -> str:
-    """Distinct layer names without their numbers, for messages."""
-    kinds = {re.sub(r".*\.\d+\.", "", name) for name in names}
-    return ", ".join(sorted(kinds)) or "none"
 
 
 def _some(keys: set[str]) -> str:

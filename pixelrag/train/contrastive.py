@@ -205,7 +205,7 @@ class ContrastiveTask:
         return {"sampler": self._sampler.state_dict(self._consumed), "data": self._data}
 
     def export(self, folder: Path) -> None:
-        full = self.engine.full_parameters(trainable_only=self._config.lora.enabled)
+        full = self.engine.full_parameters(trainable_only=adapters_alone(self._config))
         encoder = {
             name.removeprefix("encoder."): tensor
             for name, tensor in full.items()
@@ -226,6 +226,11 @@ class ContrastiveTask:
         from_main(write)
 
 
+def adapters_alone(config: ContrastiveConfig) -> bool:
+    """Whether an adapter's files hold all that is trained of the encoder."""
+    return config.lora.enabled and config.model.unfrozen is None
+
+
 def objective_of(loss: LossConfig) -> Objective:
     """What the configuration asks to minimise."""
     weights = loss.matryoshka_weights or [1.0] * len(loss.matryoshka_dims)
@@ -244,7 +249,8 @@ def build_biencoder(config: ContrastiveConfig) -> tuple[BiEncoder, Preprocessor]
     """Load the encoder and put the temperature beside it, on the CPU."""
     bf16 = config.engine.precision == "bf16"
     # A frozen base needs no fp32 master; whatever is trained has one.
-    dtype = torch.bfloat16 if bf16 and config.lora.enabled else torch.float32
+    frozen = config.lora.enabled or config.model.unfrozen is not None
+    dtype = torch.bfloat16 if bf16 and frozen else torch.float32
     with together():
         embedder, preprocessor = load_embedder(
             config.model, config.lora, dtype=dtype, half_precision=bf16, seed=config.seed

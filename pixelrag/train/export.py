@@ -17,7 +17,7 @@ from pixelrag.config.base import JobConfig, load
 from pixelrag.config.contrastive import ContrastiveConfig
 from pixelrag.config.distill import DistillConfig
 from pixelrag.config.jobs import config_class, job_of
-from pixelrag.config.parts import LoraConfig, ModelConfig
+from pixelrag.config.parts import ModelConfig
 from pixelrag.distributed.env import process_group, read_ranks
 from pixelrag.errors import CheckpointError, ConfigError
 from pixelrag.export.causal import export_causal
@@ -29,6 +29,7 @@ from pixelrag.losses.temperature import scale_and_bias, scale_from_log
 from pixelrag.models import Embedder, Preprocessor, load_embedder
 from pixelrag.models.causal_load import load_student, load_tokenizer, student_source
 from pixelrag.models.source import ADAPTER_FILE, SETTINGS_FILE, resolve_source, saved_settings
+from pixelrag.models.tower_parts import trains_beside_adapters
 from pixelrag.train.checkpoint import verify_dir
 from pixelrag.train.contrastive import build_biencoder
 from pixelrag.train.export_facts import run_of
@@ -115,6 +116,11 @@ def _export_retriever(
             f"--to hf: {run.checkpoint} holds adapters; take --to merged for the whole model, or "
             "--to adapter for them alone"
         )
+    if form == "adapter" and adapted and trains_beside_adapters(embedder.backbone):
+        raise ConfigError(
+            f"--to adapter: {run.checkpoint} holds weights trained beside the adapters "
+            "(model.unfrozen), which an adapter's files cannot; take --to merged"
+        )
     if form in ("adapter", "merged") and not adapted:
         raise ConfigError(f"--to {form}: {run.checkpoint} holds no adapters; take --to hf")
     if adapted and form != "adapter":
@@ -168,11 +174,9 @@ def _of_export(folder: Path) -> Trained:
         )
     names = ("query_max_length", "document_max_length", "max_visual_tokens")
     given = {name: settings[name] for name in names if settings.get(name) is not None}
-    lora = LoraConfig()
-    if (adapter := source.json(ADAPTER_FILE)) is not None:
-        lora = LoraConfig(enabled=True, r=adapter["r"], alpha=adapter["lora_alpha"])
+    adapter = source.json(ADAPTER_FILE)
     model = ModelConfig(name_or_path=str(folder), **given)
-    embedder, preprocessor = load_embedder(model, lora)
+    embedder, preprocessor = load_embedder(model, as_saved=True)
     base = adapter["base_model_name_or_path"] if adapter else run_of(folder).base or str(folder)
     return Trained(embedder, preprocessor, settings["temperature"], settings.get("bias"), base)
 

@@ -32,7 +32,7 @@ class Case:
 
     engine: str
     precision: str  # fp32 or fp64
-    training: str  # full or lora
+    training: str  # full, lora, dora or lora and unfrozen
     dropout: bool
     chunk_size: int
     negatives: str  # "0", "2" or "ragged"
@@ -48,7 +48,7 @@ class Case:
         """One line that names the case."""
         chunk = "whole" if self.chunk_size == WHOLE else str(self.chunk_size)
         return (
-            f"{self.engine:5} {self.precision} {self.training:4} "
+            f"{self.engine:5} {self.precision} {self.training:17} "
             f"{'dropout' if self.dropout else 'plain  '} chunk {chunk:5} "
             f"negatives {self.negatives:6} {self.modality:18} {self.loss:7}"
         )
@@ -101,10 +101,16 @@ def build_matrix(engines: Sequence[str] = ENGINES, *, quick: bool = False) -> li
             negatives = ("ragged",) if small else ("0", "2", "ragged")
             for modality, chunk_size, kind in itertools.product(MODALITIES, chunks, negatives):
                 cases.append(Case(engine, precision, training, dropout, chunk_size, kind, modality))
-        cases += [
-            replace(case, loss="options")
+        some = [
+            case
             for case in cases
-            if (case.engine, case.model) == (engine, ("fp32", "full", False))
+            if (case.engine, case.precision) == (engine, "fp32")
             and (case.chunk_size, case.negatives) == (2, "ragged")
         ]
+        for like, change in (
+            (("full", False), {"loss": "options"}),
+            (("full", False), {"training": "lora and unfrozen"}),
+            (("lora", True), {"training": "dora"}),
+        ):
+            cases += [replace(c, **change) for c in some if (c.training, c.dropout) == like]
     return cases

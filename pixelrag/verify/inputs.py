@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from pixelrag.config.parts import LoraConfig, ModelConfig
+from pixelrag.config.contrastive import RetrieverConfig
+from pixelrag.config.parts import LoraConfig
 from pixelrag.data.content import content_of
 from pixelrag.data.schema import Document
 from pixelrag.gradcache.step import Pairs
@@ -27,6 +28,19 @@ _WORDS = ("index", "page", "table", "memory", "tile", "query", "answer", "vector
 _IMAGE_SIZES = ((32, 32), (64, 32), (64, 64), (32, 96), (96, 64))
 _ROWS = (3, 2, 3, 1)  # by rank, repeating
 _TEMPERATURE = 0.2
+# Adapters and weights that train; `Case.training` names them.
+_TRAINING = {
+    "full": (LoraConfig(), None),
+    "lora": (LoraConfig(enabled=True, r=4, alpha=8, vision="all"), None),
+    "dora": (
+        LoraConfig(
+            enabled=True, r=4, alpha=8, vision="attention", vision_r=3, merger=True,
+            dora=True, rslora=True,
+        ),
+        None,
+    ),
+    "lora and unfrozen": (LoraConfig(enabled=True, r=4, alpha=8), ["vision", "merger"]),
+}  # fmt: skip
 
 
 def write_inputs(folder: Path) -> None:
@@ -55,17 +69,16 @@ def load_biencoder(
 
     Args:
         folder: as given to ``write_inputs``.
-        training: ``full`` or ``lora`` (vision tower included).
+        training: ``full``, ``lora`` (vision tower included), ``dora`` (rsLoRA and the merger too)
+            or ``lora and unfrozen`` (adapters on the text part, vision tower and merger whole).
         dropout: attention dropout 0.2, and LoRA dropout 0.2.
         dtype: float32, or float64 for the reference.
     """
-    lora = LoraConfig(
-        enabled=training == "lora", r=4, alpha=8, dropout=0.2 if dropout else 0.0, vision=True
-    )
-    model = ModelConfig(name_or_path=str(model_folder(folder, dropout)))
+    lora, unfrozen = _TRAINING[training]
+    lora = lora.model_copy(update={"dropout": 0.2 if dropout else 0.0})
+    model = RetrieverConfig(name_or_path=str(model_folder(folder, dropout)), unfrozen=unfrozen)
     embedder, preprocessor = load_embedder(model, lora, dtype=dtype)
-    if training == "lora":
-        _randomise_adapters(embedder)
+    _randomise_adapters(embedder)
     container = BiEncoder(embedder, temperature=_TEMPERATURE)
     container.logit_scale.to(dtype)
     if dtype == torch.float64:
@@ -79,6 +92,8 @@ def _randomise_adapters(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if "lora_" in name:
             values = torch.randn(parameter.shape, generator=generator) * 0.1
+            if "lora_magnitude_vector" in name:  # a length, which starts as the weight's own
+                values = parameter.data * (1 + values)
             parameter.data = values.to(parameter.dtype)
 
 

@@ -66,7 +66,7 @@ def test_a_third_of_the_matrix_at_two_ranks(engine: str, matrix) -> None:
     code, outcomes = matrix[0], [o for o in matrix[1] if o["engine"] == engine]
     assert [o for o in outcomes if not o["passed"]] == []
     assert code == 0
-    assert len(outcomes) == 37 + (12 if engine in FLOAT64_ENGINES else 0)
+    assert len(outcomes) == 39 + (12 if engine in FLOAT64_ENGINES else 0)
     for outcome in outcomes:
         bar = 1e-10 if outcome["precision"] == "fp64" else 1e-5
         assert outcome["relative_error"] <= bar
@@ -87,7 +87,7 @@ def test_a_part_at_three_ranks(sharding: str) -> None:
     code, outcomes = run("--nproc", "3", "--quick", "--params", sharding, "--engine", *engines)
     assert [o for o in outcomes if not o["passed"]] == []
     assert code == 0
-    assert len(outcomes) == 15 * len(engines)
+    assert len(outcomes) == 21 * len(engines)
 
 
 def test_a_wrong_gradient_is_a_miss_and_exit_code_1(capsys, monkeypatch) -> None:

@@ -95,13 +95,16 @@ def test_bf16_with_fp32_masters(trained, engine):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_adapters_on_pictures(trained, vision, engine):
-    lora = merged(LORA, {"lora": {"vision": True}})
+    """DoRA in the language model, the vision tower's attention and the mergers, unlike ranks."""
+    options = {"dora": True, "rslora": True, "vision": "attention", "vision_r": 3, "merger": True}
+    lora = merged(LORA, {"lora": options})
     run = trained(f"vision-lora-{engine}", 2, vision, lora, {"engine": {"name": engine}})
     reference = trained("vision-lora-ddp", 1, vision, lora)
     _compare(run, reference, loss=LOSS_TOLERANCE, weights=WEIGHT_TOLERANCE)
     adapters = load_file(run / "last" / "adapter_model.safetensors")
     assert any("visual.blocks" in name for name in adapters)
     assert any("language_model" in name for name in adapters)
+    assert any("merger" in name and name.endswith("lora_magnitude_vector") for name in adapters)
 
 
 @pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
@@ -113,10 +116,12 @@ def test_whole_model_on_pictures(trained, vision, engine):
 
 @pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
 def test_bf16_adapters_on_pictures(trained, vision, engine):
-    """The frozen base lies in bf16, adapters and temperature in fp32."""
-    settings = (vision, LORA, merged(BF16, {"engine": {"name": engine}}))
-    run = trained(f"vision-lora-bf16-{engine}", 2, *settings)
-    reference = trained("vision-lora-ddp-plain", 1, vision, LORA)
+    """The frozen base lies in bf16; adapters, vision tower and temperature in fp32."""
+    unfrozen = merged(vision, LORA, {"model": {"unfrozen": ["vision", "merger"]}})
+    run = trained(
+        f"unfrozen-bf16-{engine}", 2, unfrozen, merged(BF16, {"engine": {"name": engine}})
+    )
+    reference = trained("unfrozen-ddp", 1, unfrozen)
     losses = series(run, "train/loss")
     assert losses == pytest.approx(series(reference, "train/loss"), rel=0.1)
     assert losses != pytest.approx(series(reference, "train/loss"), rel=1e-5)

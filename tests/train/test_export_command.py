@@ -33,7 +33,10 @@ def runs(tmp_path_factory, base, shelf) -> Any:
         "full": {"engine": {"name": "fsdp2"}},
         "lora": {
             "engine": {"name": "zero3"},
-            "lora": {"enabled": True, "r": 4, "alpha": 32, "dropout": 0.1},
+            "lora": {
+                **{"enabled": True, "r": 4, "alpha": 16, "dropout": 0.1},
+                **{"dora": True, "rslora": True},
+            },
             "optim": {"learning_rate": 1e-2},
         },
     }

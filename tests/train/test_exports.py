@@ -124,7 +124,9 @@ def test_qwen3_vl(trained, shelf, engine, adapters):
         "engine": {"name": engine},
     }
     if adapters:
-        settings["lora"] = {"enabled": True, "r": 4, "alpha": 32, "vision": True}
+        # Weights beside adapters, sharded: both are written as one model.
+        settings["lora"] = {"enabled": True, "r": 4, "alpha": 32, "merger": True, "dora": True}
+        settings["model"]["unfrozen"] = ["vision"]
         settings["optim"] = {"learning_rate": 1e-2}
     folder, embedded = trained(settings)
     _assert_same(_loaded(folder / "last", _documents(settings, shelf)), embedded)

@@ -106,6 +106,7 @@ def test_teachers_that_are_not_there(name: str):
         (["--student.attention=flash_attention_2"], "set engine.precision bf16"),
         (["--student.liger=on", "--engine.device=cpu"], "set student.liger to auto"),
         (["--student.random_init=true", "--lora.enabled=true"], "drop one"),
+        (["--lora.r=4"], "set lora.enabled true, or leave them out"),
         (["--loss.beta=0.3"], "set loss.kind jsd"),
         (["--loss.kind=reverse_kl", "--loss.skew=0.3"], "set a skewed loss.kind"),
         (["--loss.tail=renormalise"], "set loss.top_k"),

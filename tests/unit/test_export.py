@@ -11,6 +11,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import AutoModel, AutoTokenizer, Qwen3VLForConditionalGeneration
 
+from pixelrag.config.contrastive import RetrieverConfig
 from pixelrag.config.parts import LoraConfig, ModelConfig
 from pixelrag.data.schema import Document
 from pixelrag.errors import CheckpointError
@@ -130,7 +131,8 @@ def test_qwen3_vl_with_a_head_of_its_own(
 def test_adapter_loads_with_peft(
     tiny_models: dict[str, Path], tiles: list[Path], tmp_path: Path, kind: str
 ) -> None:
-    lora = LoraConfig(enabled=True, vision=kind == "qwen3_vl")
+    towers = {"vision": "attention", "vision_r": 3, "merger": True, "dora": True}
+    lora = LoraConfig(enabled=True, **(towers if kind == "qwen3_vl" else {}))
     embedder, preprocessor = _load(tiny_models[kind], lora=lora)
     batch = _batch(preprocessor, tiles)
     before = embedder(**batch)
@@ -143,6 +145,21 @@ def test_adapter_loads_with_peft(
     base = AutoModel.from_pretrained(tiny_models[kind])
     model = PeftModel.from_pretrained(base, folder)
     assert _relative(_by_hand(model, batch, embedder.pooling), expected) <= 1e-6
+
+
+def test_weights_beside_adapters_are_written_with_them_in_one_model(
+    tiny_models: dict[str, Path], tiles: list[Path], tmp_path: Path
+) -> None:
+    config = RetrieverConfig(
+        name_or_path=str(tiny_models["qwen3_vl"]), unfrozen=["vision", "merger"]
+    )
+    lora = LoraConfig(enabled=True, dora=True, rslora=True)
+    embedder, preprocessor = load_embedder(config, lora)
+    batch = _batch(preprocessor, tiles)
+    expected = _trained(embedder.eval())(**batch)
+    folder = _export(embedder, preprocessor, tmp_path / "best")
+    assert not (folder / "adapter_config.json").exists()
+    assert _relative(_load(folder)[0](**batch), expected) <= 1e-5
 
 
 @pytest.mark.parametrize("with_lora", [False, True])

@@ -10,10 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from pixelrag.config.contrastive import RetrieverConfig
 from pixelrag.config.parts import LoraConfig, ModelConfig
 from pixelrag.errors import ModelError
+from pixelrag.export.merge import merged
 from pixelrag.models import Embedder, load_embedder
-from pixelrag.models.lora import target_pattern
+from pixelrag.models.lora_targets import target_pattern
+from pixelrag.models.tower_parts import part_of
 
 
 def _load(folder: Path, dtype: torch.dtype = torch.float32, **options: object) -> Embedder:
@@ -62,6 +65,58 @@ def test_defaults_of_text_models(tiny_models: dict[str, Path]) -> None:
     assert _adapted(_load(tiny_models["qwen3"])) == expected
 
 
+TOWERS = {"vision": "attention", "vision_r": 3, "vision_alpha": 6, "merger": True}
+
+
+def test_the_vision_towers_own_rank_attention_alone_and_the_mergers(
+    tiny_models: dict[str, Path],
+) -> None:
+    embedder = _load(tiny_models["qwen3_vl"], r=4, alpha=2, **TOWERS)
+    layers = {n: m for n, m in embedder.base_model.named_modules() if hasattr(m, "lora_A")}
+    in_tower = {name for name in layers if name.startswith("visual.")}
+    mergers = {name for name in in_tower if "merger" in name}
+    assert _adapted(embedder) == {
+        *(f"language_model.layers.N.self_attn.{n}_proj" for n in "qkvo"),
+        *(f"visual.blocks.N.attn.{n}" for n in ("qkv", "proj")),
+        *(f"visual.merger.linear_fc{n}" for n in (1, 2)),
+        *(f"visual.deepstack_merger_list.N.linear_fc{n}" for n in (1, 2)),
+    }
+    assert len(mergers) == 4, "a merger, and one of deepstack's"
+    for name, layer in layers.items():
+        expected = (3, 2.0) if name in in_tower else (4, 0.5)
+        assert (layer.r["default"], layer.scaling["default"]) == expected, name
+        assert layer.lora_A["default"].weight.shape[0] == expected[0]
+
+
+def test_rank_stabilised_scale(tiny_models: dict[str, Path]) -> None:
+    embedder = _load(tiny_models["qwen3_vl"], r=16, alpha=8, rslora=True, merger=True, vision_r=4)
+    scales = {
+        n.startswith("visual."): m.scaling["default"]
+        for n, m in embedder.base_model.named_modules()
+        if hasattr(m, "lora_A")
+    }
+    assert scales == {False: 8 / 16**0.5, True: 8 / 4**0.5}
+
+
+def _unfrozen(folder: Path, parts: list[str], dtype: torch.dtype = torch.float32, **lora: object):
+    config = RetrieverConfig(name_or_path=str(folder), unfrozen=parts)
+    return load_embedder(config, LoraConfig(**lora), dtype=dtype)[0]
+
+
+def test_unfrozen_parts_train_in_float32_and_nothing_else(tiny_models: dict[str, Path]) -> None:
+    embedder = _unfrozen(
+        tiny_models["qwen3_vl"], ["vision", "merger"], torch.bfloat16, enabled=True
+    )
+    for name, parameter in embedder.named_parameters():
+        trains = "visual." in name or "lora_" in name
+        assert parameter.requires_grad == trains, name
+        assert parameter.dtype == (torch.float32 if trains else torch.bfloat16), name
+    for parts in (["vision"], ["merger"], ["text", "merger"]):
+        embedder = _unfrozen(tiny_models["qwen3_vl"], parts)
+        found = {part_of(n) for n, p in embedder.named_parameters() if p.requires_grad}
+        assert found == set(parts)
+
+
 def test_published_parameter_count() -> None:
     """Qwen3-VL-Embedding-2B: 12,845,056 in the language model, 12,582,912 in the tower at r 32."""
     from transformers import Qwen3VLConfig, Qwen3VLModel
@@ -95,9 +150,12 @@ def test_published_parameter_count() -> None:
     assert count(vision=True) == 25_427_968
 
 
-def test_only_adapters_train_and_start_as_the_identity(tiny_models: dict[str, Path]) -> None:
+@pytest.mark.parametrize("dora", [False, True])
+def test_only_adapters_train_and_start_as_the_identity(
+    tiny_models: dict[str, Path], dora: bool
+) -> None:
     for kind in ("bert", "qwen3", "qwen3_vl"):
-        embedder = _load(tiny_models[kind], dropout=0.0)
+        embedder = _load(tiny_models[kind], dropout=0.0, dora=dora, rslora=dora)
         trained = [n for n, p in embedder.named_parameters() if p.requires_grad]
         assert trained
         assert all("lora_" in name for name in trained)
@@ -127,8 +185,12 @@ def test_adapters_stay_float32_on_a_bf16_model(tiny_models: dict[str, Path]) -> 
 def test_refusals(tiny_models: dict[str, Path]) -> None:
     with pytest.raises(ModelError, match=r"'q_proj' matches no linear layer in BertModel.*query"):
         _load(tiny_models["bert"], target_modules=["query", "q_proj"])
-    with pytest.raises(ModelError, match=r"lora\.vision is true, but Qwen3Model has no vision"):
+    with pytest.raises(ModelError, match=r"lora\.vision is all, but Qwen3Model has no vision"):
         _load(tiny_models["qwen3"], vision=True)
+    with pytest.raises(ModelError, match=r"lora\.merger is true, but Qwen3Model has no vision"):
+        _load(tiny_models["qwen3"], merger=True)
+    with pytest.raises(ModelError, match=r"model\.unfrozen names vision, which the model lacks"):
+        _unfrozen(tiny_models["qwen3"], ["vision"])
     odd = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(ModelError, match="no default LoRA targets are known for Sequential"):
         target_pattern(odd, LoraConfig(), has_vision=False)
@@ -165,8 +227,41 @@ def test_saved_adapter_goes_on_training(tiny_models: dict[str, Path], adapter: P
 
 
 def test_saved_adapter_of_other_rank_is_refused(adapter: Path) -> None:
-    with pytest.raises(ModelError, match=r"r 4 and alpha 8, but lora\.r is 32 and lora\.alpha 32"):
+    with pytest.raises(
+        ModelError, match=r"8 layers differ.*has r 4, scale 2, lora asks for r 32, scale 1"
+    ):
         _load(adapter)
+
+
+def test_saved_dora_of_both_towers_goes_on_is_compared_and_merges(
+    tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    options = {"r": 4, "alpha": 8, "dropout": 0.0, "dora": True, "rslora": True} | TOWERS
+    embedder = _load(tiny_models["qwen3_vl"], **options)
+    for name, parameter in embedder.named_parameters():
+        if "lora_" in name:
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    embedder.backbone.save_pretrained(tmp_path / "adapter")
+    again = _load(tmp_path / "adapter", **options)
+    expected = embedder.backbone.state_dict()
+    trained = {n for n, p in again.backbone.named_parameters() if p.requires_grad}
+    assert any("lora_magnitude_vector" in name for name in trained)
+    for name, tensor in again.backbone.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+    for option, other in (
+        ("dora", False), ("rslora", False), ("alpha", 4), ("vision", "all"), ("vision_r", 4),
+        ("merger", False), ("target_modules", ["q_proj"]),
+    ):  # fmt: skip
+        with pytest.raises(ModelError, match="layers differ, first"):
+            _load(tmp_path / "adapter", **options | {option: other})
+    kept, _ = load_embedder(ModelConfig(name_or_path=str(tmp_path / "adapter")), as_saved=True)
+    assert kept.state_dict().keys() == again.state_dict().keys()
+    # By the gathered weights, as an engine gives them, and by PEFT itself.
+    by_hand = merged(embedder.backbone.state_dict(), embedder.backbone)
+    by_peft = embedder.backbone.merge_and_unload().state_dict()
+    assert by_hand.keys() == by_peft.keys()
+    for name, tensor in by_peft.items():
+        torch.testing.assert_close(by_hand[name], tensor, rtol=1e-5, atol=1e-6)
 
 
 def test_adapter_that_would_do_nothing_is_refused(adapter: Path, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ FLAGS = [
     *("label_smoothing", "max_num_visual_tokens", "wandb_project", "wandb_run_name"),
     "no_wandb",
 ]
-DERIVED = {"img_mix", "max_eval_batches", "resume"}
+DERIVED = {"img_mix", "max_eval_batches", "resume", "lora_vit_attn_only", "unfreeze_vit"}
 
 
 def config_of(*words: str) -> ContrastiveConfig:
@@ -60,7 +60,7 @@ def test_the_defaults_are_those_of_its_code():
     lora = config.lora
     assert (lora.enabled, lora.r, lora.alpha, lora.dropout, lora.vision) == (
         *(True, 32, 32, 0.05),
-        True,
+        "all",
     )
     assert (config.batch.per_device_batch_size, config.batch.chunk_size) == (4, 2)
     optim = config.optim
@@ -105,6 +105,22 @@ def test_in_batch_only_wins_and_a_file_wins_over_the_defaults(tmp_path):
     assert config.data.num_hard_negatives == 0
     assert (config.optim.scheduler, config.optim.learning_rate) == ("cosine", 2)
     assert config.batch.chunk_size == 3
+
+
+def test_its_adapters_of_the_vision_tower():
+    lora = config_of("--lora-vit-attn-only", "--lora-vit-r", "64", "--dora", "--rslora").lora
+    assert (lora.vision, lora.of_vision, lora.dora, lora.rslora) == (
+        *("attention", (64, 64)),
+        *(True, True),
+    )
+    assert config_of("--lora-vit-r", "8", "--lora-r", "8", "--lora-alpha", "5").lora.of_vision == (
+        *(8, 5),
+    )
+    assert config_of("--no-lora-vit", "--lora-vit-attn-only").lora.vision == "none"
+    assert config_of("--no-lora-vit", "--lora-vit").lora.vision == "all"
+    whole = config_of("--lora-vit-attn-only", "--unfreeze-vit")
+    assert (whole.lora.vision, whole.model.unfrozen) == ("none", ["vision", "merger"])
+    assert "lora.vision_r with neither" in mistakes("--no-lora-vit", "--lora-vit-r", "64")
 
 
 def test_a_mixture_is_sets_with_exact_shares():

@@ -58,6 +58,17 @@ class BatchConfig(GlobalBatches):
     """Rows that go through the model at once: sets the memory, never the gradient (GradCache)."""
 
 
+class RetrieverOptimConfig(OptimConfig):
+    text_learning_rate: float | None = Field(None, gt=0)
+    """Peak learning rate of the language model or text encoder; null = learning_rate."""
+    vision_learning_rate: float | None = Field(None, gt=0)
+    """Peak learning rate of the vision tower; null = learning_rate."""
+    merger_learning_rate: float | None = Field(None, gt=0)
+    """Peak learning rate of the layers between the two; null = learning_rate."""
+    temperature_learning_rate: float | None = Field(None, gt=0)
+    """Peak learning rate of temperature and bias; null = learning_rate."""
+
+
 class EvalConfig(TileQuestionOptions):
     every_steps: int | None = Field(None, ge=1)
     """Evaluate every so many steps; null = only at the end."""
@@ -88,7 +99,7 @@ class ContrastiveConfig(JobConfig):
     data: DataConfig
     loss: LossConfig = LossConfig()
     batch: BatchConfig = BatchConfig()
-    optim: OptimConfig = OptimConfig()
+    optim: RetrieverOptimConfig = RetrieverOptimConfig()
     engine: EngineConfig = EngineConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -134,6 +134,14 @@ class OptimConfig(Section):
     num_epochs: float | None = Field(None, gt=0)
     """Passes over the training rows, fractions allowed (this or max_steps)."""
 
+    @property
+    def part_rates(self) -> dict[str, float]:
+        """Peak learning rates of the parts that a job gives one of their own, by name."""
+        suffix = "_learning_rate"
+        parts = [name for name in type(self).model_fields if name.endswith(suffix)]
+        rates = {name.removesuffix(suffix): getattr(self, name) for name in parts}
+        return {part: rate for part, rate in rates.items() if rate is not None}
+
 
 class EngineConfig(Section):
     name: EngineName = "ddp"

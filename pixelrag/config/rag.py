@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from pixelrag.config.base import JobConfig
-from pixelrag.config.parts import EngineConfig, LoggingConfig, LoraConfig, OptimConfig
+from pixelrag.config.parts import EngineConfig, LoggingConfig, LoraConfig
 from pixelrag.config.problems import Conflict, shown
 from pixelrag.config.rag_models import DocumentEncoderConfig, EncoderConfig, GeneratorConfig
 from pixelrag.config.rag_parts import (
@@ -23,6 +23,7 @@ from pixelrag.config.rag_sections import (
     RagCheckpointConfig,
     RagEvalConfig,
     RagLossConfig,
+    RagOptimConfig,
     RetrievalConfig,
 )
 from pixelrag.config.rules import (
@@ -78,7 +79,7 @@ class RagConfig(JobConfig):
     refresh: RefreshConfig = RefreshConfig()
     ray: RayConfig = RayConfig()
     batch: RagBatchConfig = RagBatchConfig()
-    optim: OptimConfig = OptimConfig()
+    optim: RagOptimConfig = RagOptimConfig()
     engine: EngineConfig = EngineConfig()
     eval: RagEvalConfig = RagEvalConfig()
     checkpoint: RagCheckpointConfig = RagCheckpointConfig()

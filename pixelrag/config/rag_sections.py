@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from pixelrag.config.parts import CheckpointConfig, DataFiles, GlobalBatches
+from pixelrag.config.parts import CheckpointConfig, DataFiles, GlobalBatches, OptimConfig
 from pixelrag.config.section import Section
 
 
@@ -72,6 +72,17 @@ class RagLossConfig(Section):
     """Divides the scores of passages, to begin with; 1 for models of raw inner products."""
     learnable_temperature: bool = False
     """Train the temperature, held between 0.01 and 1."""
+
+
+class RagOptimConfig(OptimConfig):
+    question_learning_rate: float | None = Field(None, gt=0)
+    """Peak learning rate of the question encoder, the shared one too; null = learning_rate."""
+    document_learning_rate: float | None = Field(None, gt=0)
+    """Peak learning rate of a document encoder of its own; null = learning_rate."""
+    generator_learning_rate: float | None = Field(None, gt=0)
+    """Peak learning rate of the generator; null = learning_rate."""
+    temperature_learning_rate: float | None = Field(None, gt=0)
+    """Peak learning rate of the temperature; null = learning_rate."""
 
 
 class RagBatchConfig(GlobalBatches):

@@ -28,6 +28,7 @@ from pixelrag.losses.contrastive import Objective
 from pixelrag.losses.temperature import scale_and_bias, scale_from_log
 from pixelrag.models import Preprocessor, load_embedder
 from pixelrag.models.biencoder import BiEncoder
+from pixelrag.models.tower_parts import part_of
 from pixelrag.models.training_state import load_training_state
 from pixelrag.train.batches import PairBatch, load_batches
 from pixelrag.train.guide import Guide, open_guide
@@ -128,7 +129,9 @@ class ContrastiveTask:
                 self._guide.require_readable(dataset)
         self._evaluator = evaluator_of(config, held_out, self._preprocessor, self._guide)
         load_start(checkpoint, config, self._container)
-        self.engine = engine_for(config, world, self._container, self._embedder.blocks())
+        self.engine = engine_for(
+            config, world, self._container, self._embedder.blocks(), part_of=_part_of
+        )
         if checkpoint is not None:
             with together():
                 load_optimizer(checkpoint, self.engine)
@@ -224,6 +227,10 @@ class ContrastiveTask:
                 )  # fmt: skip
 
         from_main(write)
+
+
+def _part_of(name: str) -> str:
+    return "temperature" if name.startswith("logit_scale.") else part_of(name)
 
 
 def adapters_alone(config: ContrastiveConfig) -> bool:

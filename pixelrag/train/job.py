@@ -20,7 +20,7 @@ from pixelrag.engine import Engine, build_engine
 from pixelrag.errors import CheckpointError, PixelragError
 from pixelrag.train.atomic import MANIFEST
 from pixelrag.train.checkpoint import resolve_resume, verify_dir
-from pixelrag.train.optimizer import adamw
+from pixelrag.train.optimizer import PartOf, adamw
 
 logger = logging.getLogger("pixelrag")
 
@@ -100,14 +100,22 @@ def num_steps(config: JobConfig, steps_per_epoch: float) -> int:
 
 
 def engine_for(
-    config: JobConfig, world: World, container: nn.Module, blocks: Sequence[nn.Module]
+    config: JobConfig,
+    world: World,
+    container: nn.Module,
+    blocks: Sequence[nn.Module],
+    *,
+    part_of: PartOf | None = None,
 ) -> Engine:
-    """Build the engine that the configuration names around the container; a collective."""
+    """Build the engine that the configuration names around the container; a collective.
+
+    ``part_of`` names the part of a parameter, where parts may have learning rates of their own.
+    """
     engine = config.engine
     with together():
         return build_engine(
             container,
-            adamw(config.optim),
+            adamw(config.optim, part_of),
             name=engine.name,
             device=world.device,
             blocks=blocks,

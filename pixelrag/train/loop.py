@@ -26,7 +26,7 @@ from pixelrag.train.checkpoint import checkpoint_dir
 from pixelrag.train.job import open_rank_log
 from pixelrag.train.metrics import RunningMeans, Throughput, peak_memory
 from pixelrag.train.metrics_writer import MetricsWriter
-from pixelrag.train.optimizer import set_learning_rate
+from pixelrag.train.optimizer import set_learning_rates
 from pixelrag.train.progress import ProgressView
 from pixelrag.train.run_state import RunState, gather_ids, seed_step
 from pixelrag.train.saver import Saver
@@ -143,8 +143,7 @@ class Loop:
     def _step(self, step: int) -> dict[str, float]:
         optim = self._config.optim
         factor = multiplier(optim.scheduler, step, self._total_steps, self._warmup)
-        rate = optim.learning_rate * factor
-        set_learning_rate(self._task.engine.optimizer, rate)
+        rates = set_learning_rates(self._task.engine.optimizer, optim, factor)
         seed_step(self._config.seed, step, self._world.rank)
         count = self._task.batches_per_step
         move = self._world.position.move
@@ -174,7 +173,7 @@ class Loop:
             figures[name] = sum(r.figures[name] for r in reports) / count
         figures["train/grad_norm"] = norm
         self._count(figures)
-        return {"train/lr": rate}
+        return rates
 
     def _count(self, figures: dict[str, float]) -> None:
         self._unlogged.append(figures)

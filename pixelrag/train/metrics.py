@@ -1,8 +1,8 @@
 """Figures of a run: means over logged steps, throughput without warm-up, peak memory.
 
 Names used in `metrics.jsonl`: `train/loss`, `train/grad_norm` (before clipping), `train/lr`,
-`train/temperature`, `perf/rows_per_second`, `perf/tokens_per_second`, `perf/step_seconds`,
-`mem/peak_gib`. Rates are of the whole job, not of a rank; GiB is 2**30 bytes.
+`train/lr/PART`, `train/temperature`, `perf/rows_per_second`, `perf/tokens_per_second`,
+`perf/step_seconds`, `mem/peak_gib`. Rates are of the whole job, not of a rank; GiB is 2**30 bytes.
 """
 
 from __future__ import annotations

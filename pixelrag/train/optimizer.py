@@ -2,31 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 from pixelrag.config.parts import OptimConfig
 from pixelrag.engine.base import NamedParameters, OptimizerFactory
+from pixelrag.errors import ConfigError
+
+# The part of a container that a parameter belongs to, by its name.
+PartOf = Callable[[str], str]
 
 
-def adamw(config: OptimConfig) -> OptimizerFactory:
-    """Return a factory of AdamW (Loshchilov and Hutter 2019) with two groups.
+def adamw(config: OptimConfig, part_of: PartOf | None = None) -> OptimizerFactory:
+    """Return a factory of AdamW (Loshchilov and Hutter 2019) with two groups a learning rate.
 
     Weight decay spares vectors: norms, biases and the logit scale (every parameter of fewer than
     two dimensions). `fused`, for jobs whose configuration has it, is PyTorch's fused kernel.
+
+    Args:
+        config: the configuration's `optim` section.
+        part_of: says whose learning rate a parameter has; None = all have the same.
+
+    Raises:
+        ConfigError: from the factory, where a learning rate is that of nothing that is trained.
     """
+    rates = config.part_rates if part_of is not None else {}
 
     def build(named: NamedParameters) -> torch.optim.Optimizer:
-        decayed: list[nn.Parameter] = []
-        spared: list[nn.Parameter] = []
-        for _, parameter in named:
-            (decayed if parameter.dim() >= 2 else spared).append(parameter)
-        groups = [
-            {"params": decayed, "weight_decay": config.weight_decay},
-            {"params": spared, "weight_decay": 0.0},
-        ]
+        groups: dict[tuple[str | None, bool], list[nn.Parameter]] = {}
+        for name, parameter in named:
+            part = part_of(name) if part_of is not None else None
+            part = part if part in rates else None
+            groups.setdefault((part, parameter.dim() >= 2), []).append(parameter)
+        unused = sorted(rates.keys() - {part for part, _ in groups})
+        if unused:
+            raise ConfigError(
+                f"optim.{unused[0]}_learning_rate: nothing of that part is trained; leave it out, "
+                "or train the part"
+            )
         return torch.optim.AdamW(
-            [group for group in groups if group["params"]],
+            [
+                {
+                    "params": parameters,
+                    "part": part,
+                    "weight_decay": config.weight_decay if decays else 0.0,
+                }
+                for (part, decays), parameters in groups.items()
+            ],
             lr=config.learning_rate,
             betas=(config.beta1, config.beta2),
             eps=config.epsilon,
@@ -36,7 +60,12 @@ def adamw(config: OptimConfig) -> OptimizerFactory:
     return build
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Set the rate of every group."""
+def set_learning_rates(
+    optimizer: torch.optim.Optimizer, config: OptimConfig, factor: float
+) -> dict[str, float]:
+    """Set each group's rate to its peak times ``factor``; returns them as figures to log."""
+    peaks = {None: config.learning_rate, **config.part_rates}
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+        group["lr"] = peaks[group["part"]] * factor
+    own = {f"train/lr/{part}": peak * factor for part, peak in config.part_rates.items()}
+    return {"train/lr": config.learning_rate * factor} | own

@@ -165,7 +165,9 @@ class RagTask:
         with together():
             check_rows(config, data, self._parts)
         load_start(checkpoint, config, self._container)
-        self.engine = engine_for(config, world, self._container, self._container.blocks())
+        self.engine = engine_for(
+            config, world, self._container, self._container.blocks(), part_of=_part_of
+        )
         if checkpoint is not None:
             with together():
                 load_optimizer(checkpoint, self.engine)
@@ -310,6 +312,11 @@ class RagTask:
     def close(self) -> None:
         """End what runs beside the training."""
         self._knowledge.close()
+
+
+def _part_of(name: str) -> str:
+    owner = name.partition(".")[0]
+    return "temperature" if owner == "logit_scale" else owner.removesuffix("_encoder")
 
 
 def _say_arithmetic(config: RagConfig, world: World, data: RagData, total_steps: int) -> None:

@@ -128,12 +128,12 @@ def units_of(model: ToyBiEncoder) -> list[nn.Module]:
 
 
 def make_optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """AdamW with weight decay on matrices only: two parameter groups."""
+    """AdamW with weight decay on matrices only, vectors at another rate: two parameter groups."""
     matrices = [p for _, p in named if p.dim() > 1]
     vectors = [p for _, p in named if p.dim() <= 1]
     groups = [
         {"params": matrices, "weight_decay": 0.1},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": vectors, "weight_decay": 0.0, "lr": 3 * LEARNING_RATE},
     ]
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=LEARNING_RATE)
 

@@ -30,7 +30,10 @@ def vision(shelf: Path) -> dict[str, Any]:
         "model": {"name_or_path": str(shelf / "qwen3_vl"), "document_instruction": "Describe."},
         "data": {"train": str(shelf / "mixed.jsonl")},
         "batch": {"per_device_batch_size": 6, "chunk_size": 2},
-        "optim": {"max_steps": 2, "learning_rate": 3e-4},
+        "optim": {
+            **{"max_steps": 2, "learning_rate": 3e-4, "vision_learning_rate": 1e-3},
+            **{"merger_learning_rate": 1e-4, "temperature_learning_rate": 3e-3},
+        },
     }
 
 

@@ -10,10 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pixelrag.config.contrastive import RetrieverOptimConfig
 from pixelrag.config.parts import ModelConfig, OptimConfig
 from pixelrag.data.sampler import GlobalBatchSampler
 from pixelrag.data.schema import Document
+from pixelrag.errors import ConfigError
 from pixelrag.models import load_embedder
+from pixelrag.models.tower_parts import part_of
 from pixelrag.train.optimizer import adamw
 from tests.train import nursery
 from tests.train.material import command, lines_of, merged, series, text_rows, write_jsonl
@@ -131,6 +134,30 @@ def test_a_line_is_the_mean_of_its_steps(run):
 def test_learning_rates(run, optim, expected):
     folder, _ = run("rates", {"optim": {**optim, "max_steps": 6, "learning_rate": 2e-4}})
     assert series(folder, "train/lr") == pytest.approx([2e-4 * x for x in expected], rel=1e-12)
+
+
+def test_parts_have_rates_of_their_own(run):
+    """On the schedule, logged, and in the first step's way, which AdamW makes the rate itself."""
+    rates = {"learning_rate": 1e-3, "temperature_learning_rate": 4e-3}
+    optim = {**rates, "weight_decay": 0, "warmup_steps": 1, "max_steps": 3}
+    folder, _ = run("parts", {"optim": optim, "checkpoint": {"every_steps": 1}})
+    factors = [0.5, 1.0, 0.5]
+    assert series(folder, "train/lr") == pytest.approx([1e-3 * x for x in factors])
+    assert series(folder, "train/lr/temperature") == pytest.approx([4e-3 * x for x in factors])
+    first = load_file(folder / "checkpoint-1" / "model.safetensors")
+    log_scale = float(first["logit_scale.log_scale"])
+    assert abs(log_scale - math.log(1 / 0.07)) == pytest.approx(4e-3 / 2, rel=1e-3)
+
+
+def test_a_rate_of_what_is_not_trained_is_an_error():
+    named = [("encoder.layer.weight", torch.nn.Parameter(torch.ones(2, 2)))]
+    config = RetrieverOptimConfig(vision_learning_rate=1e-5)
+    with pytest.raises(ConfigError, match=r"optim\.vision_learning_rate: nothing of that part"):
+        adamw(config, part_of)(named)
+    config = RetrieverOptimConfig(text_learning_rate=1e-5)
+    optimizer = adamw(config, part_of)(named)
+    assert [group["part"] for group in optimizer.param_groups] == ["text"]
+    adamw(RetrieverOptimConfig(vision_learning_rate=1e-5))(named)  # nobody asks for parts
 
 
 def test_weight_decay_spares_vectors():

@@ -12,6 +12,7 @@ from pixelrag.config.contrastive_data import DataConfig, data_conflicts
 from pixelrag.config.contrastive_loss import LossConfig, loss_conflicts
 from pixelrag.config.parts import (
     CheckpointConfig,
+    EmaConfig,
     EngineConfig,
     GlobalBatches,
     LoggingConfig,
@@ -21,6 +22,7 @@ from pixelrag.config.parts import (
 )
 from pixelrag.config.problems import Conflict
 from pixelrag.config.rules import (
+    ema_conflicts,
     engine_conflicts,
     length_conflicts,
     lora_conflicts,
@@ -100,6 +102,7 @@ class ContrastiveConfig(JobConfig):
     loss: LossConfig = LossConfig()
     batch: BatchConfig = BatchConfig()
     optim: RetrieverOptimConfig = RetrieverOptimConfig()
+    ema: EmaConfig = EmaConfig()
     engine: EngineConfig = EngineConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -112,6 +115,7 @@ class ContrastiveConfig(JobConfig):
         yield from data_conflicts(self.data, self.optim.max_steps)
         yield from tile_conflicts(self.eval)
         yield from _evaluation_conflicts(self)
+        yield from ema_conflicts(self.ema, self.optim)
         yield from lora_conflicts(self.lora)
         yield from _unfrozen_conflicts(self)
         yield from loss_conflicts(self.loss)

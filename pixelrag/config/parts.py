@@ -143,6 +143,13 @@ class OptimConfig(Section):
         return {part: rate for part, rate in rates.items() if rate is not None}
 
 
+class EmaConfig(Section):
+    decay: float | None = Field(None, gt=0, lt=1)
+    """Average the weights over the steps with this decay, to evaluate and export; null = off."""
+    start_step: int = Field(0, ge=0)
+    """Until so many steps are done, the average is the weights themselves."""
+
+
 class EngineConfig(Section):
     name: EngineName = "ddp"
     """ddp (plain data parallel), zero0 .. zero3 (DeepSpeed stages) or fsdp2."""

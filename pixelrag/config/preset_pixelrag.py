@@ -79,7 +79,6 @@ def _no(refusal: str, *neutral: str, num_words: int = 1) -> Alias:
 
 _EVAL = "pixelrag trains without it; measure the exported model with `pixelrag eval`"
 _SERVICE = "the trainer calls no service; leave it out, and measure with `pixelrag eval`"
-_NOT_YET = "pixelrag has no such option; leave it out"
 
 ALIASES: dict[str, Alias] = {
     "model": _to("model.name_or_path"),
@@ -130,8 +129,8 @@ ALIASES: dict[str, Alias] = {
         "warm-up alone; pixelrag keeps the model's own mask",
         num_words=0,
     ),
-    "ema": _no(_NOT_YET, num_words=0),
-    "ema_decay": _no(_NOT_YET, "0.999"),
+    "ema": Alias(num_words=0),
+    "ema_decay": Alias(),
     "lora_r": _to("lora.r"),
     "lora_alpha": _to("lora.alpha"),
     "lora_dropout": _to("lora.dropout"),
@@ -200,7 +199,15 @@ def expand(argv: Sequence[str]) -> tuple[list[str], list[Problem]]:
             problems.append(Problem(flag, f"cannot be taken over: {alias.refusal}"))
         for option, value in alias.options:
             ours.append(f"--{option}={_value(alias, values, value)}")
-    for derive in (_resume, _splits_win, _in_batch_wins, _vision_tower, _mixture, _eval_rows):
+    for derive in (
+        _resume,
+        _splits_win,
+        _in_batch_wins,
+        _vision_tower,
+        _averaged,
+        _mixture,
+        _eval_rows,
+    ):
         derive(given, ours, problems)
     return ours, problems
 
@@ -252,6 +259,15 @@ def _vision_tower(given: Given, ours: list[str], problems: list[Problem]) -> Non
             ours.append("--lora.vision=attention")
     if (rank := given.get("lora_vit_r")) and rank != given.get("lora_r", ["32"]):
         ours.append(f"--lora.vision_alpha={rank[0]}")
+
+
+def _averaged(given: Given, ours: list[str], problems: list[Problem]) -> None:
+    """`--ema-decay` acts with `--ema` alone."""
+    decay = given.get("ema_decay", ["0.999"])[0]
+    if "ema" in given:
+        ours.append(f"--ema.decay={decay}")
+    elif decay != "0.999":
+        problems.append(Problem("--ema-decay", "does nothing without --ema; give both or none"))
 
 
 def _mixture(given: Given, ours: list[str], problems: list[Problem]) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pixelrag.config.base import JobConfig
 from pixelrag.config.ds_file import read_deepspeed_file
-from pixelrag.config.parts import EngineConfig, LoraConfig, OptimConfig
+from pixelrag.config.parts import EmaConfig, EngineConfig, LoraConfig, OptimConfig
 from pixelrag.config.problems import Conflict, shown
 from pixelrag.config.section import Section
 
@@ -108,6 +108,22 @@ def lora_conflicts(lora: Section, section: str = "lora") -> Iterator[Conflict]:
                 remedy=f"set {section}.vision to attention or all, or {section}.merger true, or "
                 "leave it out",
             )
+
+
+def ema_conflicts(ema: EmaConfig, optim: OptimConfig) -> Iterator[Conflict]:
+    """An average that is never taken."""
+    if ema.decay is None and ema.start_step:
+        yield Conflict(
+            ("ema.start_step", "ema.decay"),
+            got=f"ema.start_step {ema.start_step} without ema.decay",
+            remedy="set ema.decay, such as 0.999, or leave it out",
+        )
+    if optim.max_steps is not None and ema.start_step >= optim.max_steps:
+        yield Conflict(
+            ("ema.start_step", "optim.max_steps"),
+            got=f"ema.start_step {ema.start_step} with optim.max_steps {optim.max_steps}",
+            remedy="begin to average before the last step",
+        )
 
 
 def resume_conflicts(config: JobConfig) -> Iterator[Conflict]:

@@ -30,6 +30,7 @@ from torch import nn
 
 from pixelrag.distributed.collectives import gather_with_grad
 from pixelrag.engine.order import ForwardTrace
+from pixelrag.engine.state import AVERAGE
 from pixelrag.errors import EngineError
 
 logger = logging.getLogger("pixelrag")
@@ -142,6 +143,33 @@ class Engine(ABC):
                 yield
         finally:
             self.module.train(was_training)
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The weights are their moving averages in the body, and what they were after it.
+
+        A collective, between steps. Before the first step there are no averages: the weights are
+        their own. Needs an optimizer whose state has `AVERAGE`.
+        """
+        masters = [m for m in self._masters() if AVERAGE in self.optimizer.state.get(m, ())]
+        if masters:
+            self._swap_averages(masters)
+        try:
+            yield
+        finally:
+            if masters:
+                self._swap_averages(masters)
+
+    def _masters(self) -> list[torch.Tensor]:
+        """What the optimizer updates, as it holds it."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def _swap_averages(self, masters: list[torch.Tensor]) -> None:
+        for master in masters:
+            average, kept = self.optimizer.state[master][AVERAGE], master.detach().clone()
+            master.copy_(average)
+            average.copy_(kept)
 
     @abstractmethod
     def gradients(self) -> dict[str, torch.Tensor]:

@@ -210,6 +210,16 @@ class DeepSpeedEngine(Engine):
         self._ds.step()
         return norm.item()
 
+    def _masters(self):
+        return super()._masters() if self._hp is None else self._hp(self._ds.optimizer).flats()
+
+    def _swap_averages(self, masters):
+        if self._hp is None:
+            super()._swap_averages(masters)
+            return
+        with self._hp(self._ds.optimizer).rewriting():
+            super()._swap_averages(masters)
+
     def gradients(self):
         if self.stage == 0:
             return {n: p.grad.clone() for n, p in self.named_trainable()}

@@ -141,6 +141,11 @@ class FSDP2Engine(Engine):
         finally:
             self._reshard()
 
+    def _swap_averages(self, masters):
+        self._reshard()
+        super()._swap_averages(masters)
+        self._reshard()
+
     def gradients(self):
         self._reshard()
         self.fill_unused_gradients()

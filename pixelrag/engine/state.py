@@ -16,6 +16,9 @@ from pixelrag.errors import CheckpointError
 
 OptimizerState = dict[str, dict[str, torch.Tensor]]
 
+AVERAGE = "ema"
+"""The optimizer's state that is a moving average of the weights, where it keeps one."""
+
 
 def plain_state(
     optimizer: torch.optim.Optimizer, named: list[tuple[str, nn.Parameter]]

@@ -8,8 +8,10 @@ that any engine can read it. Works before the first step too, when DeepSpeed has
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +50,10 @@ class ZeroState(ABC):
     @abstractmethod
     def flats(self) -> list[torch.Tensor]:
         """This rank's flat optimizer parameters."""
+
+    @abstractmethod
+    def rewriting(self) -> AbstractContextManager[None]:
+        """Let the model compute with what the flat parameters hold at the end of the body."""
 
     def gather(
         self, named: list[tuple[str, nn.Parameter]], keeps: Callable[[str], bool]
@@ -108,6 +114,11 @@ class Zero12State(ZeroState):
     def flats(self):
         return list(self._zero.single_partition_of_fp32_groups)
 
+    @contextlib.contextmanager
+    def rewriting(self):
+        yield
+        self._zero.update_lp_params()
+
     def shape(self, parameter):
         return tuple(parameter.shape)
 
@@ -125,6 +136,16 @@ class Zero3State(ZeroState):
 
     def flats(self):
         return list(self._zero.fp32_partitioned_groups_flat)
+
+    @contextlib.contextmanager
+    def rewriting(self):
+        # As in DeepSpeed's own step: gathered copies go, shards are written, small ones return.
+        self._zero._partition_all_parameters()
+        yield
+        for group in range(len(self.flats())):
+            self._zero._reassign_or_swap_out_partitioned_parameters(group)
+        if kept := self._zero.persistent_parameters:
+            kept[0].all_gather(kept)
 
     def shape(self, parameter):
         return tuple(parameter.ds_shape)

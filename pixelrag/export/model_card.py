@@ -62,7 +62,15 @@ class RunFacts:
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
-def model_card(name: str, form: str, base: ModelSource, run: RunFacts, *, has_vision: bool) -> str:
+def model_card(
+    name: str,
+    form: str,
+    base: ModelSource,
+    run: RunFacts,
+    *,
+    has_vision: bool,
+    ema_decay: float | None = None,
+) -> str:
     """The card as Markdown, with the metadata that model hubs read in front.
 
     Args:
@@ -71,6 +79,7 @@ def model_card(name: str, form: str, base: ModelSource, run: RunFacts, *, has_vi
         base: the model that the training started from.
         run: what is known of the training.
         has_vision: whether documents may be images.
+        ema_decay: where the weights are a moving average over the steps, its decay.
     """
     licence = licence_of(base)
     from_hub = base.location == base.name  # neither a folder nor a package
@@ -89,6 +98,10 @@ def model_card(name: str, form: str, base: ModelSource, run: RunFacts, *, has_vi
     )
     step = "" if run.step is None else f", step {run.step:,}"
     origin = f"Trained with pixelrag from `{base.name}`; exported from `{run.checkpoint}`{step}."
+    if ema_decay is not None:
+        origin += (
+            f" The weights are an exponential moving average over the steps, decay {ema_decay:g}."
+        )
     parts = [f"# {name}", f"{origin} {of_licence}", f"```python\n{use}```"]
     if run.data:
         fingerprint = run.data_fingerprint or "not recorded"

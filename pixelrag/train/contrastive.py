@@ -134,7 +134,7 @@ class ContrastiveTask:
         )
         if checkpoint is not None:
             with together():
-                load_optimizer(checkpoint, self.engine)
+                load_optimizer(checkpoint, self.engine, averages=config.ema.decay is not None)
         self._consumed = sampler.position
         self._batches: Iterator[PairBatch] = load_batches(
             dataset,
@@ -224,6 +224,7 @@ class ContrastiveTask:
                 export_embedder(
                     self._embedder, self._preprocessor, encoder, folder,
                     temperature=temperature, bias=None if bias is None else float(bias),
+                    ema_decay=self._config.ema.decay,
                 )  # fmt: skip
 
         from_main(write)

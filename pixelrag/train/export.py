@@ -46,6 +46,7 @@ class Trained:
     preprocessor: Preprocessor
     temperature: float
     bias: float | None  # of siglip
+    ema_decay: float | None  # of the moving average that the weights are
     base: str
 
 
@@ -134,6 +135,7 @@ def _export_retriever(
         resolve_source(trained.base),
         run,
         has_vision=trained.preprocessor.has_vision,
+        ema_decay=trained.ema_decay,
     )
     export_embedder(
         embedder,
@@ -142,6 +144,7 @@ def _export_retriever(
         output,
         temperature=trained.temperature,
         bias=trained.bias,
+        ema_decay=trained.ema_decay,
         dtype=dtype,
         max_shard_size=max_shard_size,
         card=card,
@@ -155,11 +158,12 @@ def _of_checkpoint(checkpoint: Path, config: ContrastiveConfig) -> Trained:
     container, preprocessor = build_biencoder(
         config.model_copy(update={"engine": engine, "model": model})
     )
-    load_parameters(checkpoint, container)
+    decay = config.ema.decay
+    load_parameters(checkpoint, container, "model" if decay is None else "ema")
     scale, bias = scale_and_bias(container.logit_scale().detach())
     bias = None if bias is None else float(bias)
     return Trained(
-        container.encoder, preprocessor, 1.0 / float(scale), bias, _base_of(config.model)
+        container.encoder, preprocessor, 1.0 / float(scale), bias, decay, _base_of(config.model)
     )
 
 
@@ -178,7 +182,8 @@ def _of_export(folder: Path) -> Trained:
     model = ModelConfig(name_or_path=str(folder), **given)
     embedder, preprocessor = load_embedder(model, as_saved=True)
     base = adapter["base_model_name_or_path"] if adapter else run_of(folder).base or str(folder)
-    return Trained(embedder, preprocessor, settings["temperature"], settings.get("bias"), base)
+    bias, decay = settings.get("bias"), settings.get("ema_decay")
+    return Trained(embedder, preprocessor, settings["temperature"], bias, decay, base)
 
 
 def _base_of(model: ModelConfig) -> str:

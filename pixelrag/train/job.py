@@ -19,6 +19,7 @@ from pixelrag.distributed.together import together
 from pixelrag.engine import Engine, build_engine
 from pixelrag.errors import CheckpointError, PixelragError
 from pixelrag.train.atomic import MANIFEST
+from pixelrag.train.averaging import averaging_of
 from pixelrag.train.checkpoint import resolve_resume, verify_dir
 from pixelrag.train.optimizer import PartOf, adamw
 
@@ -115,7 +116,7 @@ def engine_for(
     with together():
         return build_engine(
             container,
-            adamw(config.optim, part_of),
+            adamw(config.optim, part_of, averages=averaging_of(config) is not None),
             name=engine.name,
             device=world.device,
             blocks=blocks,

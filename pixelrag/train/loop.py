@@ -22,6 +22,7 @@ from pixelrag.distributed.env import World
 from pixelrag.distributed.together import together
 from pixelrag.errors import NonFiniteError
 from pixelrag.train.atomic import versions
+from pixelrag.train.averaging import averaging_of, set_decay
 from pixelrag.train.checkpoint import checkpoint_dir
 from pixelrag.train.job import open_rank_log
 from pixelrag.train.metrics import RunningMeans, Throughput, peak_memory
@@ -67,6 +68,7 @@ class Loop:
         self._total_steps = total_steps
         self._resumed = resumed
         self._output = Path(config.output_dir)
+        self._ema = averaging_of(config)
         self._best = resumed.best if resumed else None
         self._means = RunningMeans()
         self._unlogged: list[dict[str, float]] = []
@@ -144,6 +146,8 @@ class Loop:
         optim = self._config.optim
         factor = multiplier(optim.scheduler, step, self._total_steps, self._warmup)
         rates = set_learning_rates(self._task.engine.optimizer, optim, factor)
+        if self._ema is not None:
+            set_decay(self._task.engine.optimizer, self._ema, step)
         seed_step(self._config.seed, step, self._world.rank)
         count = self._task.batches_per_step
         move = self._world.position.move
@@ -210,7 +214,7 @@ class Loop:
         self, step: int, writer: MetricsWriter, view: ProgressView, *, may_be_best: bool = True
     ) -> None:
         self._world.position.move("evaluation", step)
-        with self._throughput.excluded():
+        with self._throughput.excluded(), self._averaged():
             figures = self._task.evaluate()
             if not figures:
                 return
@@ -228,6 +232,10 @@ class Loop:
             ):
                 self._best, self._best_step = value, step
                 self._task.export(self._output / "best")
+
+    def _averaged(self) -> contextlib.AbstractContextManager[None]:
+        """What is evaluated and exported: the averaged weights, where there are any."""
+        return contextlib.nullcontext() if self._ema is None else self._task.engine.averaged()
 
     def _save_if_due(self, step: int, writer: MetricsWriter, view: ProgressView) -> None:
         every = self._config.checkpoint.every_steps
@@ -271,10 +279,12 @@ class Loop:
 
     def _finish(self, step, started, writer, view) -> dict[str, Any]:
         # A run that died after its last checkpoint resumes here, its figures already recorded.
-        self._last_figures = self._last_figures or self._task.evaluate()
+        with self._averaged():
+            self._last_figures = self._last_figures or self._task.evaluate()
         self._saver.finish()
         self._world.position.move("exporting the model", step)
-        self._task.export(self._output / "last")
+        with self._averaged():
+            self._task.export(self._output / "last")
         summary = {
             "step": step,
             "final": self._last_figures,

@@ -10,12 +10,15 @@ from torch import nn
 from pixelrag.config.parts import OptimConfig
 from pixelrag.engine.base import NamedParameters, OptimizerFactory
 from pixelrag.errors import ConfigError
+from pixelrag.train.averaging import AveragedAdamW
 
 # The part of a container that a parameter belongs to, by its name.
 PartOf = Callable[[str], str]
 
 
-def adamw(config: OptimConfig, part_of: PartOf | None = None) -> OptimizerFactory:
+def adamw(
+    config: OptimConfig, part_of: PartOf | None = None, *, averages: bool = False
+) -> OptimizerFactory:
     """Return a factory of AdamW (Loshchilov and Hutter 2019) with two groups a learning rate.
 
     Weight decay spares vectors: norms, biases and the logit scale (every parameter of fewer than
@@ -24,6 +27,7 @@ def adamw(config: OptimConfig, part_of: PartOf | None = None) -> OptimizerFactor
     Args:
         config: the configuration's `optim` section.
         part_of: says whose learning rate a parameter has; None = all have the same.
+        averages: also keep moving averages of the weights, see `pixelrag.train.averaging`.
 
     Raises:
         ConfigError: from the factory, where a learning rate is that of nothing that is trained.
@@ -42,7 +46,8 @@ def adamw(config: OptimConfig, part_of: PartOf | None = None) -> OptimizerFactor
                 f"optim.{unused[0]}_learning_rate: nothing of that part is trained; leave it out, "
                 "or train the part"
             )
-        return torch.optim.AdamW(
+        kind = AveragedAdamW if averages else torch.optim.AdamW
+        return kind(
             [
                 {
                     "params": parameters,

@@ -3,6 +3,7 @@
 checkpoint-<step>/
   model.safetensors       trained parameters by name, whole, fp32
   optimizer.safetensors   "<parameter>|<key>" -> state, whole (absent with save_optimizer: false)
+  ema.safetensors         moving averages of the trained parameters, whole, where there are any
                           (with W ranks W parts of each, model-00001-of-0000W.safetensors: a tensor
                           is whole in one of them, so any number of ranks can read them)
   state.json              step, position in the data, best figure, figures not yet logged,
@@ -31,7 +32,7 @@ from pixelrag.config.yaml_file import read_yaml
 from pixelrag.distributed.collectives import gather_objects
 from pixelrag.distributed.together import together
 from pixelrag.engine.base import Engine
-from pixelrag.engine.state import OptimizerState
+from pixelrag.engine.state import AVERAGE, OptimizerState
 from pixelrag.errors import CheckpointError
 from pixelrag.train.state import load_tensors
 
@@ -39,7 +40,7 @@ logger = logging.getLogger("pixelrag")
 
 # A run that differs in these is another experiment; the rest may change between two parts of one.
 _IDENTITY = (
-    *("seed", "model", "student", "teacher", "lora", "data", "packing", "loss", "batch"),
+    *("seed", "model", "student", "teacher", "lora", "ema", "data", "packing", "loss", "batch"),
     *("train", "question_encoder", "document_encoder", "generator", "encoder_lora"),
     *("generator_lora", "knowledge_base", "retrieval"),
 )
@@ -98,8 +99,13 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 
 
 def part_name(kind: str, rank: int, world_size: int) -> str:
-    """Name of a rank's part of ``model`` or ``optimizer``; plain where one rank writes it all."""
+    """Name of a rank's part of ``model`` (or of another kind); plain where one writes it all."""
     return kind if world_size == 1 else f"{kind}-{rank + 1:05}-of-{world_size:05}"
+
+
+def take_averages(state: OptimizerState) -> dict[str, torch.Tensor]:
+    """Take the moving averages of the weights out of an optimizer's state, by parameter."""
+    return {name: v.pop(AVERAGE) for name, v in state.items() if AVERAGE in v}
 
 
 def flat_optimizer(state: OptimizerState) -> dict[str, torch.Tensor]:
@@ -108,7 +114,7 @@ def flat_optimizer(state: OptimizerState) -> dict[str, torch.Tensor]:
 
 
 def read_parts(folder: Path, kind: str) -> dict[str, torch.Tensor]:
-    """All tensors of ``model`` or ``optimizer``, whoever wrote them; empty where there are none.
+    """All tensors of ``model``, ``optimizer`` or ``ema``, whoever wrote them; or none.
 
     Raises:
         CheckpointError: a part cannot be read, or is missing.
@@ -204,13 +210,15 @@ def load_start(checkpoint: Path | None, config: JobConfig, module: nn.Module) ->
 
 
 @torch.no_grad()
-def load_parameters(folder: Path, module: nn.Module) -> None:
-    """Copy a checkpoint's parameters into a module that no engine has sharded yet.
+def load_parameters(folder: Path, module: nn.Module, kind: str = "model") -> None:
+    """Copy a checkpoint's parameters (``model``), or their averages (``ema``), into a module.
+
+    No engine has sharded it yet.
 
     Raises:
         CheckpointError: names or shapes are not those that the module trains.
     """
-    tensors = read_parts(folder, "model")
+    tensors = read_parts(folder, kind)
     trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
     unlike = sorted(trained.keys() ^ tensors.keys())
     if unlike:
@@ -227,24 +235,34 @@ def load_parameters(folder: Path, module: nn.Module) -> None:
         parameter.copy_(tensors[name])
 
 
-def load_optimizer(folder: Path, engine: Engine) -> None:
-    """Install a checkpoint's optimizer state; a collective.
+def load_optimizer(folder: Path, engine: Engine, *, averages: bool = False) -> None:
+    """Install a checkpoint's optimizer state, ``averages`` of the weights too; a collective.
 
     A checkpoint written with ``save_optimizer: false`` has none: the moments start anew, and a
     warning says so.
     """
     flat = read_parts(folder, "optimizer")
+    means = read_parts(folder, "ema") if averages else {}
+    if averages and not means:
+        logger.warning("%s holds no averages: they begin with its weights", folder)
     if not flat:
         logger.warning(
             "%s holds no optimizer state: AdamW's moments start at zero, so the first steps "
             "differ from an uninterrupted run",
             folder,
         )
-        return
+        if not means:
+            return
+        for name, mean in means.items():
+            fresh = {"step": torch.tensor(0.0)}
+            fresh |= {key: torch.zeros_like(mean) for key in ("exp_avg", "exp_avg_sq")}
+            flat |= flat_optimizer({name: fresh})
     state: dict[str, dict[str, torch.Tensor]] = {}
     for label, value in flat.items():
         name, key = label.rsplit("|", 1)
         state.setdefault(name, {})[key] = value
+    for name, mean in means.items():
+        state.setdefault(name, {})[AVERAGE] = mean
     engine.load_optimizer_state(state)
 
 

@@ -27,8 +27,9 @@ from pixelrag.distributed.collectives import agree_max, from_main, gather_object
 from pixelrag.engine.base import Engine
 from pixelrag.errors import CheckpointError, PixelragError
 from pixelrag.train import atomic
+from pixelrag.train.averaging import averaging_of
 from pixelrag.train.checkpoint import checkpoint_dir, rotate
-from pixelrag.train.run_state import RunState, flat_optimizer, part_name
+from pixelrag.train.run_state import RunState, flat_optimizer, part_name, take_averages
 from pixelrag.train.state import save_tensors
 
 logger = logging.getLogger("pixelrag")
@@ -82,17 +83,21 @@ class Saver:
         started = time.monotonic()
         final = checkpoint_dir(self._output, state.step)
         owner = owner_by_size(self._engine)
-        parameters = self._engine.full_parameters(trainable_only=True, owner=owner)
-        optimizer: Mapping[str, torch.Tensor] = {}
-        if self._config.checkpoint.save_optimizer:
-            optimizer = flat_optimizer(self._engine.optimizer_state(owner=owner))
-        sizes = [t.numel() * t.element_size() for t in [*parameters.values(), *optimizer.values()]]
+        parts = {"model": self._engine.full_parameters(trainable_only=True, owner=owner)}
+        averages, moments = averaging_of(self._config), self._config.checkpoint.save_optimizer
+        if averages or moments:
+            optimizer = self._engine.optimizer_state(owner=owner)
+            if averages:
+                parts["ema"] = take_averages(optimizer)
+            if moments:
+                parts["optimizer"] = flat_optimizer(optimizer)
+        sizes = [t.numel() * t.element_size() for part in parts.values() for t in part.values()]
         total = sum(gather_objects(sum(sizes)))
         from_main(lambda: atomic.begin(final, total))
         self._count += 1
         self._best_step = state.best_step
         waited = time.monotonic() - started
-        arguments = (final, state, parameters, optimizer, waited)
+        arguments = (final, state, parts, waited)
         self._thread = threading.Thread(
             target=self._write, args=arguments, name="pixelrag-saver", daemon=True
         )
@@ -134,14 +139,13 @@ class Saver:
         self,
         final: Path,
         state: RunState,
-        parameters: Mapping[str, torch.Tensor],
-        optimizer: Mapping[str, torch.Tensor],
+        parts: Mapping[str, Mapping[str, torch.Tensor]],
         waited: float,
     ) -> None:
         started = time.monotonic()
         try:
             with atomic.disk_errors(final):
-                self._write_own(atomic.hidden(final, "tmp"), parameters, optimizer)
+                self._write_own(atomic.hidden(final, "tmp"), parts)
             if self._engine.rank == 0:
                 self._commit(final, state)
                 took = time.monotonic() - started
@@ -158,16 +162,10 @@ class Saver:
             if not isinstance(error, (PixelragError, OSError)):
                 logger.exception("%s could not be written", final)
 
-    def _write_own(
-        self,
-        folder: Path,
-        parameters: Mapping[str, torch.Tensor],
-        optimizer: Mapping[str, torch.Tensor],
-    ) -> None:
+    def _write_own(self, folder: Path, parts: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         rank, world_size = self._engine.rank, self._engine.world_size
-        save_tensors(folder / part_name("model", rank, world_size), parameters)
-        if self._config.checkpoint.save_optimizer:
-            save_tensors(folder / part_name("optimizer", rank, world_size), optimizer)
+        for kind, tensors in parts.items():
+            save_tensors(folder / part_name(kind, rank, world_size), tensors)
 
     def _commit(self, final: Path, state: RunState) -> None:
         folder = atomic.hidden(final, "tmp")

@@ -39,6 +39,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "frozen parameters": {"frozen": ["encoder.tokens", "encoder.layers.0"]},
     "frozen vision": {"frozen": ["encoder.visual"]},
     "tied weights": {"tied": True},
+    # Also taken in and out between two steps, which must not notice.
+    "averaged weights": {"ema_decay": 0.6, "frozen": ["encoder.layers.0"]},
     # Non-reentrant checkpointing runs each layer once more; dropout masks must survive it.
     "checkpointing": {"checkpointing": True, "dropout": 0.3},
     # A rank short of chunks must not draw random numbers that the reference does not draw.
@@ -56,7 +58,13 @@ OPTIONS |= {
     | {"rows": [7, 1], "filler": 1, "accumulate": 2},
 }
 FEW = ("zero2-per_chunk", "zero3-sharded", "fsdp2-sharded")
-PER_CHUNK_TOO = ("accumulation", "filler rank", "frozen vision", "checkpointing")
+PER_CHUNK_TOO = (
+    "averaged weights",
+    "accumulation",
+    "filler rank",
+    "frozen vision",
+    "checkpointing",
+)
 CASES = {
     f"{way}, {option}": WAYS[way] | OPTIONS[option] | {"steps": 2}
     for way in WAYS

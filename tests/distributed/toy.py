@@ -18,6 +18,7 @@ from torch import nn
 from pixelrag.gradcache import split_batch
 from pixelrag.losses.contrastive import Objective
 from pixelrag.losses.temperature import LogitScale
+from pixelrag.train.averaging import AveragedAdamW
 from pixelrag.verify.naive import naive_loss
 
 VOCABULARY, WIDTH, PATCH_WIDTH, EMBEDDING = 40, 12, 5, 7
@@ -127,7 +128,9 @@ def units_of(model: ToyBiEncoder) -> list[nn.Module]:
     return [model.encoder.visual, *model.encoder.layers]
 
 
-def make_optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+def make_optimizer(
+    named: list[tuple[str, nn.Parameter]], ema_decay: float | None = None
+) -> torch.optim.Optimizer:
     """AdamW with weight decay on matrices only, vectors at another rate: two parameter groups."""
     matrices = [p for _, p in named if p.dim() > 1]
     vectors = [p for _, p in named if p.dim() <= 1]
@@ -135,7 +138,10 @@ def make_optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimiz
         {"params": matrices, "weight_decay": 0.1},
         {"params": vectors, "weight_decay": 0.0, "lr": 3 * LEARNING_RATE},
     ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=LEARNING_RATE)
+    groups = [g for g in groups if g["params"]]
+    if ema_decay is None:
+        return torch.optim.AdamW(groups, lr=LEARNING_RATE)
+    return AveragedAdamW([g | {"ema_decay": ema_decay} for g in groups], lr=LEARNING_RATE)
 
 
 @dataclass(frozen=True)

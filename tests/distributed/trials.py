@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ DEFAULTS: dict[str, Any] = {
     "max_norm": 0.5,
     "accumulate": 1,
     "gradients": True,  # the engine can show gradients before the step
+    "ema_decay": None,  # keep moving averages of the weights
 }
 
 
@@ -94,7 +96,7 @@ def assert_exact(results: list[dict[str, Any]], bar: float = 1e-5) -> None:
         misses = {
             key: value
             for key, value in errors.items()
-            if not value <= (weights if key == "weights" else bar)
+            if not value <= (weights if "weights" in key or "average" in key else bar)
         }
         assert not misses, f"rank {rank}: {misses} beyond {bar}; all: {errors}"
         assert result["probe"] == results[0]["probe"], f"rank {rank} has other weights than rank 0"
@@ -108,7 +110,7 @@ def build(case: dict[str, Any], model: torch.nn.Module, world: World) -> Engine:
             file.flush()
         return build_engine(
             model,
-            make_optimizer,
+            partial(make_optimizer, ema_decay=case["ema_decay"]),
             name=case["engine"],
             device=world.device,
             blocks=units_of(model) if case["units"] else (),
@@ -205,11 +207,40 @@ def run_trial(world: World, overrides: dict[str, Any]) -> dict[str, Any]:
     engine = build(case, model_for(case), world)
     reference = reference_for(case)
     worst: dict[str, float] = {}
+    decay, means = case["ema_decay"], dict(reference.initial)
     for step in range(case["steps"]):
         found = one_step(engine, reference, case, step, world)
+        if decay is not None:
+            now = reference.weights()
+            means = {n: decay * mean + (1 - decay) * now[n] for n, mean in means.items()}
+            found |= average_errors(engine, reference, case, means)
         worst = {key: max(value, worst.get(key, 0.0)) for key, value in found.items()}
     worst |= final_errors(engine, reference)
-    return worst | {"probe": probe(engine, case, world.world_size)}
+    return worst | {"probe": probe(engine, case)}
+
+
+def average_errors(
+    engine: Engine, reference: Reference, case: dict[str, Any], means: dict[str, torch.Tensor]
+) -> dict[str, float]:
+    """Errors of averages, as stored, gathered and computed with, between two steps; a collective.
+
+    Those of weights over the length of their way, that of embeddings as it is.
+    """
+    before = probe(engine, case)
+    with engine.averaged():
+        averaged, computed = engine.full_parameters(), probe(engine, case)
+    assert before == probe(engine, case) != computed, "other weights than before"
+    expected, _ = torch.func.functional_call(
+        reference.model, means, ("query",), probe_batch(torch.float64)
+    )
+    errors = {"averaged embedding": float((torch.tensor(computed).double() - expected).norm())}
+    stored = {n: entries["ema"] for n, entries in engine.optimizer_state().items()}
+    if engine.rank == 0:
+        initial = reference.initial
+        way = {n: means[n] - initial[n] for n in stored}
+        for what, found in (("averaged weights", averaged), ("stored averages", stored)):
+            errors[what] = relative_error({n: found[n].double() - initial[n] for n in way}, way)
+    return errors
 
 
 def one_step(
@@ -295,13 +326,16 @@ def final_errors(engine: Engine, reference: Reference) -> dict[str, float]:
     return errors
 
 
-def probe(engine: Engine, case: dict[str, Any], world_size: int) -> list[list[float]]:
+def probe(engine: Engine, case: dict[str, Any]) -> list[list[float]]:
     """Embeddings of one fixed batch; equal bit for bit on ranks whose weights are."""
-    del world_size
-    row_options = {"negatives": 0, "query_images": True, "document_images": "all"}
-    rows = [make_row(99, index, **row_options) for index in range(3)]
-    part = make_rank_batch(rows, getattr(torch, case["dtype"]))
     with engine.inference():
-        emb_BD, _ = engine("query", **part.queries)
+        emb_BD, _ = engine("query", **probe_batch(getattr(torch, case["dtype"])))
     dist.barrier()
     return emb_BD.tolist()
+
+
+def probe_batch(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Three queries with images."""
+    row_options = {"negatives": 0, "query_images": True, "document_images": "all"}
+    rows = [make_row(99, index, **row_options) for index in range(3)]
+    return make_rank_batch(rows, dtype).queries

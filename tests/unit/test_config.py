@@ -224,6 +224,8 @@ BAD_PAIRS = [
         "on fsdp2 with engine.device cpu",
         "zero1 to 3",
     ),
+    (["--ema.start_step=3"], "ema.start_step 3 without ema.decay", "set ema.decay"),
+    (["--ema.decay=0.9", "--ema.start_step=10"], "with optim.max_steps 10", "before the last"),
     (["--lora.vision", "true"], "lora.enabled is false", "lora.enabled true"),
     (["--lora.r=4", "--lora.dora=true"], "lora.r 4, lora.dora true while", "leave them out"),
     (["--lora.enabled=true", "--lora.vision_r=4"], "neither lora.vision nor", "lora.merger true"),

@@ -26,7 +26,9 @@ FLAGS = [
     *("label_smoothing", "max_num_visual_tokens", "wandb_project", "wandb_run_name"),
     "no_wandb",
 ]
-DERIVED = {"img_mix", "max_eval_batches", "resume", "lora_vit_attn_only", "unfreeze_vit"}
+DERIVED = {"img_mix", "max_eval_batches", "resume", "lora_vit_attn_only", "unfreeze_vit"} | {
+    *("ema", "ema_decay"),
+}
 
 
 def config_of(*words: str) -> ContrastiveConfig:
@@ -121,6 +123,13 @@ def test_its_adapters_of_the_vision_tower():
     whole = config_of("--lora-vit-attn-only", "--unfreeze-vit")
     assert (whole.lora.vision, whole.model.unfrozen) == ("none", ["vision", "merger"])
     assert "lora.vision_r with neither" in mistakes("--no-lora-vit", "--lora-vit-r", "64")
+
+
+def test_its_averages():
+    assert config_of("--ema-decay", "0.999").ema.decay is None
+    assert config_of("--ema").ema.decay == 0.999
+    assert config_of("--ema", "--ema-decay", "0.9").ema.decay == 0.9
+    assert "does nothing without --ema" in mistakes("--ema-decay", "0.9")
 
 
 def test_a_mixture_is_sets_with_exact_shares():

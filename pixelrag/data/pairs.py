@@ -157,6 +157,16 @@ class PairDataset:
         return iter(self.rows)
 
 
+def images_in_text(rows: Iterable[PairRow]) -> Iterator[str]:
+    """Say of each row of `data.text` with an image that such rows must not have one."""
+    for row in rows:
+        if image := next((d.image for d in row.documents if d.image), None):
+            yield (
+                f"{row.sample_id}: document {image} is an image, and data.text is for rows of "
+                "text; name the file in data.train"
+            )
+
+
 def corpus_of(rows: Iterable[PairRow]) -> list[Document]:
     """Every distinct document of the rows, positives and negatives, in order of appearance."""
     distinct: dict[str, Document] = {}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from pixelrag.config.contrastive import ContrastiveConfig
 from pixelrag.config.distill import DistillConfig
@@ -35,6 +36,8 @@ from pixelrag.evaluate.compare import (
 from pixelrag.evaluate.retriever import RetrieverEvaluation
 from pixelrag.evaluate.runs import qrels_text, run_text
 from pixelrag.losses.temperature import scale_and_bias
+from pixelrag.models.biencoder import BiEncoder
+from pixelrag.models.source import resolve_source, saved_settings
 from pixelrag.retrieval.durable import put_text
 from pixelrag.train import distill, rag
 from pixelrag.train.contrastive import build_biencoder, build_evaluator
@@ -186,9 +189,24 @@ def evaluate(config: ContrastiveConfig, world: World, *, run_depth: int = 0) -> 
     """Load the model and evaluate it; a collective. See `PairEvaluator` for ``run_depth``."""
     container, preprocessor = build_biencoder(config)
     evaluator = build_evaluator(config, world, preprocessor)
-    scale, bias = scale_and_bias(container.logit_scale().detach())
+    scale, bias = _scale_and_bias(config, container)
     engine = engine_for(config, world, container, container.encoder.blocks())
     return evaluator(engine, scale, bias, run_depth=run_depth)
+
+
+def _scale_and_bias(
+    config: ContrastiveConfig, container: BiEncoder
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What the model was exported with; the configuration's, of a model that brings nothing."""
+    scale, bias = scale_and_bias(container.logit_scale().detach())
+    model = config.model
+    if model.training_state is None:
+        saved = saved_settings(resolve_source(model.adapter or model.name_or_path))
+        if "temperature" in saved:
+            scale = torch.full_like(scale, 1.0 / saved["temperature"])
+        if bias is not None and "bias" in saved:
+            bias = torch.full_like(bias, saved["bias"])
+    return scale, bias
 
 
 def _lines(measured: _Measured) -> list[str]:

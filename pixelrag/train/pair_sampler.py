@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pixelrag.config.contrastive import ContrastiveConfig
 from pixelrag.data.files import data_files, files_of
 from pixelrag.data.orders import BatchOrder, HomogeneousOrder, PooledOrder, ProportionalOrder
-from pixelrag.data.pairs import PairDataset
+from pixelrag.data.pairs import PairDataset, images_in_text
 from pixelrag.data.sampler import GlobalBatchSampler
 from pixelrag.data.text_schedule import TextOrder, phases, steps_with_text
 from pixelrag.distributed.collectives import from_main
@@ -58,12 +58,8 @@ def open_training_rows(config: ContrastiveConfig) -> TrainingRows:
     for name, size in [*zip(data.train, sizes, strict=True), ("data.text", rows.num_text)]:
         if size == 0 and (name != "data.text" or text):
             raise DataError(f"{name}: no usable row is left")
-    for row in dataset.rows[rows.num_main :]:
-        if image := next((d.image for d in row.documents if d.image), None):
-            raise DataError(
-                f"{row.sample_id}: document {image} is an image, and data.text is for rows of "
-                "text; name the file in data.train"
-            )
+    if fault := next(images_in_text(dataset.rows[rows.num_main :]), None):
+        raise DataError(fault)
     return rows
 
 

@@ -19,16 +19,17 @@ def check(config: ContrastiveConfig) -> int:
     from pixelrag.data.tile_questions import load_tile_set
 
     failed = False
-    seen: list[list[Path]] = []
+    seen: list[tuple[bool, list[Path]]] = []
     named = [("train", path) for path in config.data.train]
     named += [("eval", path) for path in config.data.eval]
     named += [("text", path) for path in config.data.text]
     for part, path in named:
         try:
             files = data_files(path, part)
-            if files not in seen:
-                failed |= _is_bad(config, path, files)
-                seen.append(files)
+            of_text = part == "text"
+            if (of_text, files) not in seen:
+                failed |= _is_bad(config, path, files, of_text=of_text)
+                seen.append((of_text, files))
         except DataError as error:
             failed = True
             say(str(error))
@@ -48,23 +49,31 @@ def check(config: ContrastiveConfig) -> int:
     return DataError.exit_code if failed else 0
 
 
-def _is_bad(config: ContrastiveConfig, path: str, files: list[Path]) -> bool:
-    """Say what is wrong with the files of a path; whether training would refuse them."""
-    from pixelrag.data.images import image_progress_bar
-    from pixelrag.data.pairs import check_files
+def _is_bad(config: ContrastiveConfig, path: str, files: list[Path], *, of_text: bool) -> bool:
+    """Say what is wrong with the files of a path; whether training would refuse them.
 
+    Rows ``of_text`` must not have an image, whatever `data.bad_rows` says.
+    """
+    from pixelrag.data.images import image_progress_bar
+    from pixelrag.data.pairs import PairDataset, check_files, images_in_text
+
+    options = {
+        "num_hard_negatives": config.data.num_hard_negatives,
+        "retrieved_negatives": config.data.retrieved_negatives,
+    }
     with image_progress_bar(f"Opening images of {path}") as progress:
-        report = check_files(
-            files,
-            progress,
-            num_hard_negatives=config.data.num_hard_negatives,
-            retrieved_negatives=config.data.retrieved_negatives,
-        )
+        report = check_files(files, progress, **options)
     for bad in report.bad:
         say(f"{bad.file}:{bad.line}: {bad.reason}")
     usable = report.num_rows > report.num_bad_rows
+    images: list[str] = []
+    if of_text and usable:
+        images = list(images_in_text(PairDataset(files, "skip", report=report, **options)))
+    for fault in images:
+        say(fault)
     say(
         f"{path}: {report.num_rows} rows, {report.num_documents} distinct documents, "
         f"{report.num_bad_rows} bad rows"
     )
-    return bool(report.bad) and (config.data.bad_rows == "error" or not usable)
+    refused = bool(report.bad) and (config.data.bad_rows == "error" or not usable)
+    return refused or bool(images)

@@ -3,9 +3,14 @@
 import json
 
 import pytest
+import torch
 
+from pixelrag.config.contrastive import ContrastiveConfig
 from pixelrag.evaluate.compare import read_measured
 from pixelrag.evaluate.runs import read_qrels
+from pixelrag.models.biencoder import BiEncoder
+from pixelrag.models.source import SETTINGS_FORMAT
+from pixelrag.train.evaluate import _scale_and_bias
 from tests.train import nursery
 from tests.train.material import command, merged, write_jsonl
 
@@ -63,6 +68,23 @@ def test_a_baseline_may_be_a_model_or_an_earlier_result(asked, tmp_path, shelf):
     assert mrr["baseline"] != mrr["value"]
     assert mrr["change"]["mean"] == pytest.approx(mrr["value"] - mrr["baseline"])
     assert mrr["change"]["low"] <= mrr["change"]["mean"] <= mrr["change"]["high"]
+
+
+def test_the_temperature_is_the_one_exported(tmp_path):
+    config = ContrastiveConfig(
+        model={"name_or_path": str(tmp_path)}, data={"train": ["t"]}, optim={"max_steps": 1},
+        loss={"name": "siglip", "temperature": 0.2, "bias": -3.0},
+    )  # fmt: skip
+    container = BiEncoder(torch.nn.Linear(2, 2), temperature=0.2, bias=-3.0)
+
+    def found() -> tuple[float, float]:
+        scale, bias = _scale_and_bias(config, container)
+        return 1 / float(scale), float(bias)
+
+    assert found() == pytest.approx((0.2, -3.0)), "a model that brings none"
+    settings = {"format": SETTINGS_FORMAT, "temperature": 0.05, "bias": -7.5}
+    (tmp_path / "pixelrag.json").write_text(json.dumps(settings))
+    assert found() == pytest.approx((0.05, -7.5))
 
 
 def test_what_needs_a_ranking_is_refused_without_one(asked, tmp_path):

@@ -71,9 +71,12 @@ def _assert_equal_runs(run: Path, straight: Path) -> None:
         assert mine.keys() == theirs.keys()
         unlike = [key for key in mine if not mine[key].equal(theirs[key])]
         assert not unlike, f"{name}: {unlike}"
-    mine, theirs = (_weights(f / "checkpoint-6", "optimizer") for f in (run, straight))
-    assert all(mine[key].equal(theirs[key]) for key in theirs)
-    assert len(mine) == len(theirs)
+    for kind in ("optimizer", "ema"):
+        if not list((straight / "checkpoint-6").glob(f"{kind}*")):
+            continue
+        mine, theirs = (_weights(f / "checkpoint-6", kind) for f in (run, straight))
+        assert all(mine[key].equal(theirs[key]) for key in theirs)
+        assert len(mine) == len(theirs)
     states = [json.loads((f / "checkpoint-6" / "state.json").read_text()) for f in (run, straight)]
     assert states[0] == states[1]
 
@@ -81,7 +84,8 @@ def _assert_equal_runs(run: Path, straight: Path) -> None:
 @pytest.mark.parametrize("engine", ["ddp", "zero2", "zero3", "fsdp2"])
 def test_killed_and_resumed_equals_straight_bit_for_bit(start, tmp_path, engine):
     """SIGKILL inside step 4, on both ranks, in the second of its batches."""
-    settings = {"engine": {"name": engine}}
+    settings = {"engine": {"name": engine}, "ema": {"decay": 0.7, "start_step": 1}}
+    settings["optim"] = {"temperature_learning_rate": 5e-3}
     start("straight", settings, nproc=2).wait().check()
     job = start("killed", settings, nproc=2, setup="tests.train.faults:kill", payload={"batch": 8})
     assert job.wait().codes == [-signal.SIGKILL] * 2
@@ -107,7 +111,7 @@ def test_workers_ahead_of_training_do_not_skip_rows(start, tmp_path):
 
 def test_other_engines_and_worlds_go_on(start, tmp_path, shelf):
     """Three parts of one run on three engines and three world sizes, within rounding."""
-    plain = {"model": {"name_or_path": str(shelf / "bert")}}
+    plain = {"model": {"name_or_path": str(shelf / "bert")}, "ema": {"decay": 0.7}}
     start("straight", plain, {"batch": {"per_device_batch_size": 8}}).wait().check()
     often = {"checkpoint": {"every_steps": 2}}  # and written at once: the kill comes right behind
     for engine, nproc, done in (("zero3", 2, 0), ("fsdp2", 1, 2), ("zero1", 4, 4)):
@@ -122,6 +126,12 @@ def test_other_engines_and_worlds_go_on(start, tmp_path, shelf):
     run, straight = tmp_path / "parts", tmp_path / "straight"
     for name in ("train/loss", "train/grad_norm", "eval/loss"):
         assert series(run, name) == pytest.approx(series(straight, name), rel=2e-4), name
+    # The averages were resharded with the rest, and are what is exported.
+    for folder in (run, straight):
+        averages, last = _weights(folder / "checkpoint-6", "ema"), _weights(folder / "last")
+        assert all(averages[f"encoder.backbone.{name}"].equal(last[name]) for name in last)
+        raw = _weights(folder / "checkpoint-6")
+        assert not any(raw[name].equal(averages[name]) for name in raw)
 
 
 def test_a_global_batch_is_shared_by_any_number_of_ranks(one_step):

@@ -32,7 +32,7 @@ def test_a_recipe_is_a_whole_configuration(path: Path):
     for name, values in given.items():
         got = getattr(config, name)
         for leaf, value in values.items() if isinstance(values, dict) else ():
-            expected = [value] if name == "data" and leaf in ("train", "eval") else value
+            expected = [value] if name == "data" and leaf in ("train", "eval", "text") else value
             assert getattr(got, leaf) == expected
         if not isinstance(values, dict):
             assert got == values

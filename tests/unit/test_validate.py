@@ -67,6 +67,18 @@ def test_bad_rows_that_training_would_skip_are_named_and_valid(rows, capsys):
     assert main([*RUN, "--data.train=bad.jsonl", skip]) == 3
 
 
+def test_images_are_no_rows_of_text(rows, capsys):
+    text, image = {"query": "a", "passage": "b"}, {"query": "c", "chunk_path": "page.png"}
+    rows("t.jsonl", text, image)
+    flags = ["--data.train=t.jsonl", "--data.text=t.jsonl", "--data.text_mix_ratio=0.5"]
+    assert main([*RUN, *flags, "--data.bad_rows=skip"]) == 3
+    out = capsys.readouterr().out
+    assert out.count("t.jsonl:2: document") == 1
+    assert "page.png is an image, and data.text is for rows of text" in out
+    rows("t.jsonl", text)
+    assert main([*RUN, *flags]) == 0
+
+
 def test_the_corpus_is_read_too(rows, capsys):
     rows("t.jsonl", {"query": "a", "passage": "b"})
     rows("c.jsonl", {"id": "1", "text": "b"}, {"id": "1", "text": "c"})

@@ -154,11 +154,10 @@ class Engine(ABC):
         masters = [m for m in self._masters() if AVERAGE in self.optimizer.state.get(m, ())]
         if masters:
             self._swap_averages(masters)
-        try:
-            yield
-        finally:
-            if masters:
-                self._swap_averages(masters)
+        yield
+        # Not after an error: the others may never come to this collective.
+        if masters:
+            self._swap_averages(masters)
 
     def _masters(self) -> list[torch.Tensor]:
         """What the optimizer updates, as it holds it."""

@@ -109,6 +109,7 @@ def test_text_figures_are_those_of_a_plain_computation(evaluated, shelf, tmp_pat
         row["neg_passages"] = [row["query"]]
     write_jsonl(eval_file, rows)
     settings = {"data": {"eval": str(eval_file)}, "eval": {"batch_size": 4}}
+    settings["ema"] = {"decay": 0.5}  # of the averaged weights, which are those exported
     if with_corpus:
         texts = [row["passage"] for row in rows + text_rows(26)]
         corpus = tmp_path / "corpus.jsonl"

@@ -58,7 +58,7 @@ def test_flags_win_over_later_files_over_earlier_files(write):
     assert (config.optim.learning_rate, config.optim.beta1, config.optim.beta2) == (3, 0.2, 0.1)
 
 
-LEAVES = ("optim.beta1", "optim.beta2", "loss.temperature", "loss.label_smoothing")
+LEAVES = ("optim.beta1", "optim.beta2", "loss.temperature", "ema.decay")
 LAYER = st.dictionaries(st.sampled_from(LEAVES), st.sampled_from([0.25, 0.5, 0.75]))
 
 

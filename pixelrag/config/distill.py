@@ -19,9 +19,10 @@ from pixelrag.config.distill_parts import (
     TeacherConfig,
     WatchConfig,
 )
-from pixelrag.config.parts import EngineConfig, LoggingConfig
+from pixelrag.config.parts import EmaConfig, EngineConfig, LoggingConfig
 from pixelrag.config.problems import Conflict, shown
 from pixelrag.config.rules import (
+    ema_conflicts,
     engine_conflicts,
     length_conflicts,
     lora_conflicts,
@@ -65,6 +66,7 @@ class DistillConfig(JobConfig):
     loss: KDLossConfig = KDLossConfig()
     batch: DistillBatchConfig = DistillBatchConfig()
     optim: DistillOptimConfig = DistillOptimConfig()
+    ema: EmaConfig = EmaConfig()
     engine: EngineConfig = EngineConfig()
     eval: DistillEvalConfig = DistillEvalConfig()
     checkpoint: DistillCheckpointConfig = DistillCheckpointConfig()
@@ -75,6 +77,7 @@ class DistillConfig(JobConfig):
         """Yield every pair of settings that cannot stand together, with what mends it."""
         yield from length_conflicts(self.optim)
         yield from engine_conflicts(self.engine)
+        yield from ema_conflicts(self.ema, self.optim)
         yield from lora_conflicts(self.lora)
         yield from _student_conflicts(self)
         yield from _teacher_conflicts(self.teacher)

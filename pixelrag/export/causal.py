@@ -35,6 +35,7 @@ def export_causal(
     *,
     dtype: torch.dtype = torch.float32,
     kind: str = "causal",
+    ema_decay: float | None = None,
     max_shard_size: str = MAX_SHARD_SIZE,
 ) -> Path:
     """Write the folder; call it on one rank.
@@ -49,7 +50,7 @@ def export_causal(
         folder: where to; a folder that an earlier export wrote is replaced.
         dtype: of the written weights.
         kind: of model, for `pixelrag.json`.
-        max_shard_size: as for `export_embedder`.
+        ema_decay, max_shard_size: as for `export_embedder`.
 
     Returns:
         The folder.
@@ -65,6 +66,7 @@ def export_causal(
     twin = _twin(student, untied=_adapted_head_alone(student))
     weights = _checked(named, twin, dtype)
     settings = {"format": SETTINGS_FORMAT, "pixelrag": pixelrag.__version__, "kind": kind}
+    settings |= {} if ema_decay is None else {"ema_decay": ema_decay}
     with replacing(folder) as part:
         with quiet():
             twin.save_pretrained(part, state_dict=weights, max_shard_size=max_shard_size)

@@ -157,7 +157,7 @@ class DistillTask:
         self.engine = engine_for(config, world, self._container, self._student.blocks())
         if checkpoint is not None:
             with together():
-                load_optimizer(checkpoint, self.engine)
+                load_optimizer(checkpoint, self.engine, averages=config.ema.decay is not None)
         self.teacher: TeacherSource = open_teacher(config, world, contract, data)
         self._meter = _FlopMeter(config, world, shape, self.teacher, contract.vocab_size)
         self_test(config, self.engine, self._student, self.teacher, contract, data)
@@ -263,6 +263,7 @@ class DistillTask:
                 export_causal(
                     self._student, self._tokenizer, state, folder,
                     dtype=torch.bfloat16 if bf16 else torch.float32,
+                    ema_decay=self._config.ema.decay,
                 )  # fmt: skip
 
         from_main(write)

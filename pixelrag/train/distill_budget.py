@@ -106,7 +106,8 @@ def budget_of(config: DistillConfig, vocab_size: int) -> Budget:
         student=_described(config.student.name_or_path, student),
         teacher=None if teacher is None else _described(config.teacher.name_or_path, teacher),
         vocab_size=vocab_size,
-        state_bytes=trained * _TRAINED_BYTES[config.engine.precision]
+        state_bytes=trained
+        * (_TRAINED_BYTES[config.engine.precision] + (4 if config.ema.decay is not None else 0))
         + frozen * _FROZEN_BYTES[config.engine.precision],
         teacher_bytes=0 if teacher is None else _count(teacher) * _FROZEN_BYTES[precision],
         loss_bytes=loss,

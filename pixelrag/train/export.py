@@ -206,13 +206,15 @@ def _export_generator(
     engine = config.engine.model_copy(update={"precision": "fp32"})
     if isinstance(config, DistillConfig):
         student = load_student(config.student, config.lora, seed=config.seed)
-        load_parameters(checkpoint, torch.nn.ModuleDict({"student": student}))
+        decay = config.ema.decay
+        kind = "model" if decay is None else "ema"
+        load_parameters(checkpoint, torch.nn.ModuleDict({"student": student}), kind)
         tokenizer = load_tokenizer(
             student_source(config.student), trust_remote_code=config.student.trust_remote_code
         )
         export_causal(
             student, tokenizer, student.state_dict(), output,
-            dtype=dtype, max_shard_size=max_shard_size,
+            dtype=dtype, ema_decay=decay, max_shard_size=max_shard_size,
         )  # fmt: skip
         return
     parts = build_parts(config.model_copy(update={"engine": engine}))

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from pixelrag.cli import main
 from tests.train import nursery
@@ -32,6 +33,8 @@ def live(classroom, tmp_path_factory) -> tuple[Path, dict]:
         "packing": {"length": 96},
         "batch": {"per_device_batch_size": 2},
         "optim": {"learning_rate": 1e-3, "max_steps": 3},
+        # Averaged weights are what is measured and exported.
+        "ema": {"decay": 0.5},
         "eval": {"on_start": True, "every_steps": 1},
         "engine": {"device": "cpu", "timeout_seconds": 60},
         "logging": {"every_steps": 1},
@@ -65,6 +68,12 @@ def test_eval_measures_what_the_run_measured(live, tmp_path):
     run, config = live
     final = json.loads((run / "summary.json").read_text())["final"]
     assert final.keys() == {"eval/loss", "eval/ce_loss", "eval/kd_loss", "eval/agreement"}
+    last = load_file(run / "last" / "model.safetensors")
+    for kind, same in (("ema", True), ("model", False)):
+        tensors = load_file(run / "checkpoint-3" / f"{kind}.safetensors")
+        name = next(name for name in tensors if name.endswith("q_proj.weight"))
+        assert last[name.removeprefix("student.lm.")].equal(tensors[name]) == same, kind
+    assert json.loads((run / "last" / "pixelrag.json").read_text())["ema_decay"] == 0.5
     student = {"student": {"name_or_path": str(run / "last")}}
     output = tmp_path / "deep" / "figures.json"
     words = asked(tmp_path, merged(config, student), "eval", "--output", str(output))

@@ -85,7 +85,7 @@ def _checkpoint(path: Path) -> Artifact:
             "written by": f"{info['engine']}, {info['world_size']} ranks",
             "size": f"{sizes / 2**20:.1f} MiB in {len(manifest['files'])} files",
             "optimizer state": "yes" if _has(path, "optimizer*.safetensors") else "no",
-            "averaged weights": "yes" if _has(path, "ema*.safetensors") else "no",
+            "averages": "yes" if _has(path, "ema*.safetensors") else "no",
             "best figure": state["best"],
             "versions": ", ".join(f"{name} {value}" for name, value in versions.items()),
         }

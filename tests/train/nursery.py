@@ -125,7 +125,7 @@ def start_server() -> None:
             os.environ.pop(name, None)
         os.environ.update(ENVIRONMENT)
         multiprocessing.set_forkserver_preload(_PRELOAD)
-        forkserver.ensure_running()
+        forkserver._forkserver.ensure_running()
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -189,12 +189,18 @@ def fork(
     start_server()
     log.touch()
     context = multiprocessing.get_context("forkserver")
-    process = context.Process(target=_child, args=(function, arguments, str(log), dict(env)))
+    address = forkserver._forkserver._forkserver_address
+    process = context.Process(
+        target=_child, args=(address, function, arguments, str(log), dict(env))
+    )
     process.start()
     return process
 
 
-def _child(function, arguments, log, env) -> None:
+def _child(address, function, arguments, log, env) -> None:
+    # What this process forks comes from the same server: its own would import everything again.
+    forkserver._forkserver._forkserver_address = address
+    forkserver._forkserver.ensure_running = lambda: None
     target = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(target, 1)
     os.dup2(target, 2)

@@ -22,12 +22,16 @@ for _name in (
     "pixelrag.train.rag",
     "pixelrag.verify.command",
     "pixelrag.verify.worker",
+    "pixelrag.retrieval.coordinator",
+    "pixelrag.retrieval.refresh_worker",
+    "faiss",
     # Imported by the libraries when they are first used.
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "deepspeed.runtime.zero.stage3",
     "transformers.models.bert.modeling_bert",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.t5.modeling_t5",
     "PIL.PngImagePlugin",
     "torch._dynamo",
 ):

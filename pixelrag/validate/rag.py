@@ -1,19 +1,26 @@
-"""A RAG job: every passage and question, and the generator's small files. No weights."""
+"""A RAG job: every passage and question, the generator's small files, the cluster. No weights."""
 
 from pixelrag.config.rag import RagConfig
 from pixelrag.console import say
 from pixelrag.data.passages import PassageStore
 from pixelrag.data.questions import QuestionDataset
 from pixelrag.errors import DataError, PixelragError
+from pixelrag.retrieval.refresh_spec import OnRay
 
 
 def check(config: RagConfig) -> int:
     """Print each fault and what the run would be; return 0, or the exit code of the first fault."""
     from pixelrag.models.generator_load import read_prompts
+    from pixelrag.retrieval.ray_config import on_ray
     from pixelrag.train.rag_data import RagData, check_generator, check_lengths, read_passages
 
     codes: list[int] = []
     passages: PassageStore | None = None
+    try:
+        _say_cluster(config, on_ray(config))
+    except PixelragError as error:
+        say(str(error))
+        codes.append(error.exit_code)
     try:
         passages = read_passages(config)
         say(
@@ -45,6 +52,14 @@ def check(config: RagConfig) -> int:
         say(str(error))
         codes.append(error.exit_code)
     return codes[0] if codes else 0
+
+
+def _say_cluster(config: RagConfig, encoders: OnRay | None) -> None:
+    uses = [] if encoders is None else [f"encoding on {', '.join(encoders.devices)}"]
+    if config.index.holders == "ray":
+        uses.append(f"the index in {config.index.num_shards} parts")
+    if uses:
+        say(f"ray.address {config.ray.address}: there is room for {' and '.join(uses)}")
 
 
 def _questions(paths: list[str], passages: PassageStore | None) -> QuestionDataset:

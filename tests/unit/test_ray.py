@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 
 import pixelrag
+from pixelrag import cli
 from pixelrag.config.base import load
 from pixelrag.config.rag import RagConfig
+from pixelrag.config.yaml_file import write_yaml
 from pixelrag.errors import ConfigError, ProvenanceError
 from pixelrag.retrieval import ray_actors, ray_config
 from pixelrag.retrieval.elsewhere import IndexElsewhere
 from pixelrag.retrieval.ray_actors import EncoderActor
 from pixelrag.retrieval.refresh_spec import OnRay
+from pixelrag.validate.rag import check as validate
 from tests.ray_cluster import ray_cluster
 from tests.unit.rag_stand_ins import (
     encoded_rows,
@@ -189,9 +192,29 @@ def test_what_a_cluster_has_is_known_at_the_start(address: str) -> None:
         ray_config.on_ray(config(at, *both))
 
 
-def test_a_cluster_that_is_not_there() -> None:
+def test_validate_says_whether_the_cluster_has_room(address: str, tmp_path: Path, capsys) -> None:
+    """Beside what else is wrong: no file that the configuration names is there."""
+
+    def said(*flags: str) -> str:
+        at = ["--config", str(tmp_path / "rag.yaml"), f"--ray.address={address}", *flags]
+        assert cli.main(["validate", *at]) != 0
+        return capsys.readouterr().out
+
+    values = config().model_dump(mode="json", exclude_defaults=True)
+    (tmp_path / "rag.yaml").write_text(write_yaml(values))
+    there = said("--refresh.workers=ray", "--index.holders=ray")
+    assert f"ray.address {address}: there is room for encoding on cpu and the index in 1" in there
+    lacking = said("--refresh.workers=ray", "--refresh.devices=cuda")
+    assert f"ray.address {address}: no host of the cluster has 1 CPUs" in lacking
+    assert "there is room" not in lacking
+
+
+def test_a_cluster_that_is_not_there(capsys) -> None:
     with pytest.raises(ConfigError, match=r"ray\.address 127\.0\.0\.2:1: no Ray cluster can be"):
         ray_config.on_ray(config("--refresh.workers=ray", "--ray.address=127.0.0.2:1"))
+    missing = config("--refresh.workers=ray", "--ray.address=127.0.0.2:1")
+    assert validate(missing) == ConfigError.exit_code
+    assert "ray.address 127.0.0.2:1: no Ray cluster can be" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("option", ["refresh.workers", "index.holders"])

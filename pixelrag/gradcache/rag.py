@@ -25,9 +25,10 @@ from pixelrag.gradcache.minibatch import split_batch
 from pixelrag.gradcache.rag_batch import RagBatch, split_targets
 from pixelrag.gradcache.replay import Pass, collect, forward_without_graph, hand_back, replay
 from pixelrag.gradcache.schedule import Side, agree_on_schedule, rows_of
-from pixelrag.losses.infonce import info_nce
+from pixelrag.losses.contrastive import EmbeddedBatch, Objective, contrastive_loss
 from pixelrag.losses.rag_objective import RagObjective, RagTerms
 from pixelrag.losses.temperature import scale_from_log
+from pixelrag.losses.tiles import Columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,11 +189,10 @@ def _contrastive(
     scale: torch.Tensor,
     objective: RagObjective,
 ) -> torch.Tensor:
-    """This rank's share of InfoNCE over the distinct documents of all ranks; a scalar.
+    """This rank's share of the contrastive job's InfoNCE over the documents of all ranks; a scalar.
 
-    Of a passage that several ranks brought, one stands for all. A question's other relevant
-    passages are no negatives to it. Questions without a relevant document in the batch do not
-    count.
+    Of a passage that several ranks brought, one stands for all. Questions without a relevant
+    document in the batch do not count.
     """
     query_BD, document_MD = outputs["query"], outputs["document"]
     if not objective.contrastive_weight:
@@ -211,18 +211,18 @@ def _contrastive(
     num_asked = sum(row[0] for row in exchange([len(asked)]))
     if not num_asked:
         return query_BD.new_zeros(())
-    is_document_BN = torch.zeros(len(asked), len(gathered_ND), dtype=torch.bool)
-    is_document_BN[:, list(place_of.values())] = True
-    for number, row in enumerate(asked):
-        is_document_BN[number, gold[row][1:]] = False
-    return info_nce(
-        query_BD[torch.tensor(asked, dtype=torch.int64, device=query_BD.device)],
-        gathered_ND,
-        torch.tensor([gold[row][0] for row in asked], dtype=torch.int64, device=query_BD.device),
-        scale,
-        num_queries=num_asked,
-        is_document_N=is_document_BN.to(query_BD.device),
-    ).loss
+    device = query_BD.device
+    most = max((len(gold[row]) for row in asked), default=1)
+    positive_BK = torch.tensor(
+        [gold[row] + [-1] * (most - len(gold[row])) for row in asked],
+        dtype=torch.int64, device=device,
+    ).reshape(len(asked), most)  # fmt: skip
+    place_N = torch.arange(len(gathered_ND), device=device)
+    stands = torch.tensor(sorted(place_of.values()), device=device)
+    columns = Columns(gathered_ND, place_N[None, :, None], torch.isin(place_N, stands)[None])
+    asked_BD = query_BD[torch.tensor(asked, dtype=torch.int64, device=device)]
+    batch = EmbeddedBatch(asked_BD, positive_BK, columns)
+    return contrastive_loss(Objective(), batch, scale, num_queries=num_asked).loss
 
 
 def _result(

@@ -319,8 +319,12 @@ def reference_loss(case: dict[str, Any], model: Any, rows: list[Row]) -> torch.T
         relevant = [n for n in row.gold if n in vectors]
         if case["contrastive_weight"] and relevant:
             others = [n for n in vectors if n not in relevant]
-            logits = torch.stack([scale * (q @ vectors[n]) for n in (relevant[0], *others)])
-            contrasts.append(-logits.log_softmax(0)[0])
+            # Each relevant passage against those that are not.
+            terms = [
+                -torch.stack([scale * (q @ vectors[n]) for n in (own, *others)]).log_softmax(0)[0]
+                for own in relevant
+            ]
+            contrasts.append(torch.stack(terms).mean())
     loss = torch.stack(losses).mean()
     if contrasts:
         loss = loss + case["contrastive_weight"] * torch.stack(contrasts).mean()

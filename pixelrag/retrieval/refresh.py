@@ -28,7 +28,7 @@ from pixelrag.retrieval.generation import MANIFEST, Manifest, say_once
 from pixelrag.retrieval.generations import WORK, Generations
 from pixelrag.retrieval.refresh_spec import RefreshSpec, read_json
 from pixelrag.retrieval.refresh_status import Status
-from pixelrag.retrieval.reuse import reuse
+from pixelrag.retrieval.reuse import reuse, reuse_earlier
 
 logger = logging.getLogger("pixelrag")
 
@@ -104,7 +104,13 @@ class Refresher:
         return work
 
     def start(
-        self, folder: Path, step: int, *, like: Path | None = None, **circumstances: Any
+        self,
+        folder: Path,
+        step: int,
+        *,
+        like: Path | None = None,
+        earlier: bool = False,
+        **circumstances: Any,
     ) -> None:
         """Hand the snapshot in ``folder`` to the workers.
 
@@ -112,6 +118,8 @@ class Refresher:
             folder: what `begin` returned.
             step: as given to `begin`.
             like: a generation of the same vectors, see `reuse`; if it is none, the refresh fails.
+            earlier: take the vectors of a generation that is here already, where they are the
+                same: for the first of a run, which may begin in the folder of another.
             circumstances: `devices` and `nice` of this refresh alone, where the training waits
                 for it and needs neither.
 
@@ -124,12 +132,21 @@ class Refresher:
             raise IndexError_(f"start({folder}, {step}) without begin({step})")
         if not (folder / files.WEIGHTS).exists():
             raise IndexError_(f"{folder}: no {files.WEIGHTS}; save the snapshot first")
-        spec = replace(self._recipe, generation=status.generation, step=step, **circumstances)
-        self._nice = spec.nice
+        self._nice = circumstances.get("nice", self._recipe.nice)
         try:
+            witness = folder / files.TRAINING
+            spec = replace(
+                self._recipe,
+                generation=status.generation,
+                step=step,
+                witness=durable.sha256(witness) if witness.exists() else None,
+                **circumstances,
+            )
             spec.write(folder)
             if like is not None:
                 reuse(like, work.parent, spec)
+            elif earlier:
+                reuse_earlier(self._generations, work.parent, spec)
         except (OSError, PixelragError) as error:
             self._attempt_failed(str(error), permanent=True)  # the snapshot is lost with it
             return
@@ -137,9 +154,10 @@ class Refresher:
 
     def secure(self) -> None:
         """Force the snapshot in flight onto the disk, for a checkpoint will count on it."""
-        weights = self._generations.part(self._status.generation) / WORK / files.WEIGHTS
-        if self._status.busy and weights.exists():
-            durable.fsync(weights)
+        work = self._generations.part(self._status.generation) / WORK
+        for file in (work / files.WEIGHTS, work / files.TRAINING):
+            if self._status.busy and file.exists():
+                durable.fsync(file)
 
     def resume(self, step: int) -> bool:
         """Go on with what an earlier process of this run left; whether there was something.
@@ -155,8 +173,9 @@ class Refresher:
             part = self._generations.part(number)
             snapshot_step = self._resumable(part, number)
             if snapshot_step is None or snapshot_step > step or self._status.busy:
-                # Of a later step: its shards are kept in case the same snapshot comes again.
-                if snapshot_step is None:
+                # Of a later step, or killed in the next snapshot: its shards are kept in case the
+                # same snapshot comes again.
+                if snapshot_step is None and not self._in_snapshot(part, number):
                     self._generations.discard_part(number)
                 continue
             self._began = self._clock()
@@ -167,6 +186,12 @@ class Refresher:
             )
             self._launch()
         return self._status.busy
+
+    def _in_snapshot(self, part: Path, number: int) -> bool:
+        """Whether a process was killed between `begin` and `start` over the shards of another."""
+        work, following = part / WORK, self._generations.newest() + 1
+        sealed_before = (work / files.SEALED_BEFORE).exists()
+        return number == following and sealed_before and not (work / files.SPEC).exists()
 
     def _resumable(self, part: Path, number: int) -> int | None:
         """Step of a part's snapshot if it can be gone on with."""

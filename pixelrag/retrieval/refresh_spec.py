@@ -38,7 +38,7 @@ BUILT = "built.json"
 VALIDATION = "validation.json"
 _FORMAT = 1
 # What the result does not depend on.
-_CIRCUMSTANCES = ("generation", "step", "devices", "ray", "nice", "timeout_seconds")
+_CIRCUMSTANCES = ("generation", "step", "witness", "devices", "ray", "nice", "timeout_seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,7 @@ class RefreshSpec:
     Attributes:
         generation: number of the generation to make.
         step: optimizer step of the snapshot.
+        witness: SHA-256 of `training.npz`; None = there is none.
         passages: returns the passage store (`pixelrag.retrieval.reopen.passages`).
         encoder: called with `weights` (a path), `device` and `progress` (to call now and then) as
             well, returns a function from a list of passages to float32 [n, D]
@@ -108,6 +109,7 @@ class RefreshSpec:
     dim: int
     fingerprints: dict[str, str]
     index: dict[str, Any]
+    witness: str | None = None
     num_index_shards: int = 1
     shard_rows: int = 8192
     devices: list[str] = field(default_factory=lambda: ["cpu"])

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from pixelrag.errors import IndexError_
+from pixelrag.retrieval.durable import sha256
 from pixelrag.retrieval.generation import VECTORS, index_names, shard_bounds
 from pixelrag.retrieval.hits import Hits, exact_search, merge_top_k, recall_at_k
 from pixelrag.retrieval.index import IndexSettings, open_index
@@ -59,7 +60,7 @@ def validate(work: Path, spec: RefreshSpec, device: str, beat: Callable[[], None
     beat()
     parity = _parity(work, spec, device, store, vectors_ND, rng, beat)
     figures = {f"recall@{spec.recall_k}": recall, "parity": parity, **norms}
-    if (work / TRAINING).exists():
+    if spec.witness is not None:
         figures["training_parity"] = _training_parity(work, spec, store, vectors_ND)
     write_json(work / VALIDATION, figures)
 
@@ -96,6 +97,11 @@ def _parity(
 
 def _training_parity(work: Path, spec: RefreshSpec, store: Any, vectors_ND: np.ndarray) -> float:
     """Largest relative difference to what the training made of some passages."""
+    if not (work / TRAINING).exists() or sha256(work / TRAINING) != spec.witness:
+        raise IndexError_(
+            f"{work / TRAINING}: missing, or not what the training wrote with its snapshot; there "
+            "is nothing to compare the passages' vectors with"
+        )
     with np.load(work / TRAINING, allow_pickle=False) as file:
         rows, vectors_PD = file["rows"].tolist(), file["vectors"]
     errors = [_relative_error(v, vectors_ND[row]) for row, v in zip(rows, vectors_PD, strict=True)]

@@ -2,15 +2,55 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from functools import partial
 from pathlib import Path
 
+from pixelrag.errors import IndexError_
 from pixelrag.retrieval import refresh_spec as files
 from pixelrag.retrieval.durable import put
-from pixelrag.retrieval.generation import VECTORS, Generation
+from pixelrag.retrieval.generation import VECTORS, Generation, Manifest
 from pixelrag.retrieval.generations import WORK, Generations
 from pixelrag.retrieval.refresh_spec import RefreshSpec, weights_hash, write_json
+
+logger = logging.getLogger("pixelrag")
+
+
+def reuse_earlier(generations: Generations, part: Path, spec: RefreshSpec) -> None:
+    """`reuse` the newest generation of a folder that holds what this refresh would make, if any.
+
+    For a run that begins where another has left generations. The log says which is used, or what
+    the newest differs in.
+
+    Args:
+        generations: of the folder.
+        part, spec: as for `reuse`.
+
+    Raises:
+        OSError: it cannot be copied.
+    """
+    wanted = spec.fingerprints | {"weights": weights_hash(part / WORK)}
+    differs = ""
+    for number in reversed(generations.numbers()):
+        path = generations.path(number)
+        try:
+            found = Manifest.read(path).fingerprints
+            others = [name for name, value in wanted.items() if found.get(name) != value]
+            if not others:
+                reuse(path, part, spec)
+                logger.info("%s: of the same passages, weights and settings; used again", path)
+                return
+            differs = (
+                differs or f"{path}, of an earlier run, is not used: other {', '.join(others)}"
+            )
+        except IndexError_ as error:
+            logger.warning("%s. Passed over", error)
+    if differs:
+        logger.info(
+            "%s. The passages are encoded anew. To use it, give the run the document encoder, "
+            "passages and settings that made it", differs,
+        )  # fmt: skip
 
 
 def reuse(source: Path, part: Path, spec: RefreshSpec) -> None:

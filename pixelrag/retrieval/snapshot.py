@@ -64,7 +64,7 @@ def save_snapshot(
 
 
 def save_witness(folder: Path, rows_P: np.ndarray, vectors_PD: np.ndarray) -> None:
-    """Write `training.npz`, for `refresh_worker.validate`.
+    """Write `training.npz`, for `refresh_validate.validate`.
 
     Raises:
         OSError: it cannot be written.

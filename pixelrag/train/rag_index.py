@@ -152,7 +152,8 @@ class KnowledgeBase:
             # Everyone waits for it: the training's devices and priority are free.
             self.switch.begin(step)
             like = self._config.index.start_from
-            self._hand_over(step, self._unhindered | ({"like": Path(like)} if like else {}))
+            used_again = {"like": Path(like)} if like else {"earlier": True}
+            self._hand_over(step, self._unhindered | used_again)
             if not self.switch.settle(step):
                 reason = from_main(lambda: self._refresher.status.reason)
                 raise IndexError_(f"the first generation of the index cannot be made: {reason}")

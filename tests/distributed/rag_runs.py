@@ -122,7 +122,8 @@ def run(world: World, case: dict[str, Any]) -> dict[str, Any]:
     Args:
         world: this process's place.
         case: `folder` of the material, `name` of the run, further `flags`; `stop_at`, a
-            step to end at and to go on from; `raises`: return the error instead.
+            step to end at and to go on from; `raises`: return the error instead; `there`: a run
+            in whose folder to begin.
     """
     if "then" in case:
         return globals()[case["then"]](world, case)
@@ -130,7 +131,8 @@ def run(world: World, case: dict[str, Any]) -> dict[str, Any]:
 
     config = config_of(world, case)
     output = Path(config.output_dir)
-    from_main(lambda: shutil.rmtree(output, ignore_errors=True))
+    if "there" not in case:
+        from_main(lambda: shutil.rmtree(output, ignore_errors=True))
     if "stop_at" in case:
         part = config.optim.model_copy(update={"max_steps": case["stop_at"]})
         train(config.model_copy(update={"optim": part}), world)

@@ -19,6 +19,7 @@ from pixelrag.train.build_index import build
 from tests.distributed.harness import Results, run_alone, run_cases
 from tests.distributed.rag_runs import flags, make_material
 from tests.ray_cluster import ray_cluster
+from tests.train import nursery
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
@@ -73,6 +74,8 @@ ALONE = {
         "served": True,
         "raises": True,
     },
+    # Where "stop" ended before its first checkpoint.
+    "again": {"flags": ["--optim.max_steps=1"], "there": "stop"},
     **{
         part: {
             "flags": [
@@ -99,7 +102,10 @@ ALONE = {
 }
 SHARDED = ["--engine.params=sharded", "--engine.grad_sync=per_chunk"]
 PAIR = {
-    "fsdp2": {"flags": [*PINNED, "--engine.name=fsdp2", "--index.num_shards=2"]},
+    "fsdp2": {
+        "flags": [*PINNED, "--engine.name=fsdp2", "--index.num_shards=2"],
+        "served": True,
+    },
     **{
         f"written {name}": {
             "then": "written",
@@ -129,6 +135,8 @@ def _named(cases: dict[str, dict], folder: Path, start: str) -> dict[str, dict]:
             flags.append(f"--knowledge_base.source={folder / case['passages']}.jsonl")
         if "served" in case:
             flags.append(f"--index.start_from={folder / 'served'}")
+        if "there" in case:
+            flags.append(f"--output_dir={folder}/run-{start}-{case['there']}")
         encoders = case.get("encoders", ("questions", "passages") if case.get("apart") else ())
         for part, encoder in zip(("question", "document"), encoders, strict=False):
             flags.append(f"--{part}_encoder.name_or_path={folder / encoder}")
@@ -141,20 +149,22 @@ def _named(cases: dict[str, dict], folder: Path, start: str) -> dict[str, dict]:
 @pytest.fixture(scope="module")
 def alone(folder: Path, served: Generation) -> Iterator[Results]:
     with ray_cluster() as address:
-        there = {"there": {"flags": [*PINNED, *CLUSTER, f"--ray.address={address}"]}}
+        flags = [*PINNED, *CLUSTER, f"--ray.address={address}"]
+        there = {"there": {"flags": flags, "served": True}}
         yield run_alone(RUN, _named(ALONE | there, folder, "alone"))
 
 
 @pytest.fixture(scope="module")
 def served(folder: Path) -> Generation:
     """What `pixelrag index` makes of the runs' configuration."""
-    return build(load(RagConfig, flags(folder, folder / "run-index"))[0], folder / "served")
+    config = load(RagConfig, flags(folder, folder / "run-index"))[0]
+    with nursery.warm_background():
+        return build(config, folder / "served")
 
 
 @pytest.fixture(scope="module")
 def pair(folder: Path, served: Generation) -> Results:
     cases = _named(PAIR, folder, "pair")
-    cases["fsdp2"]["flags"].append(f"--index.start_from={folder / 'served'}")
     return run_cases(RUN, cases, nproc=2, timeout_seconds=580, collective_timeout_seconds=300)
 
 
@@ -301,6 +311,15 @@ def test_a_run_starts_from_it(pair: Results, folder: Path, served: Generation):
     assert len(first.index_files) == 2  # of its own
 
 
+def test_a_run_that_ended_before_its_first_checkpoint_encodes_nothing_again(
+    alone: Results, folder: Path
+):
+    assert alone["again"][0]["generations"] == ["gen-000001", "gen-000002"]
+    index = folder / "run-alone-stop" / "index"
+    told = Generations(index).open(2).manifest.validation
+    assert told["vectors from"] == str(index / "gen-000001")
+
+
 def test_exports_load(alone: Results, folder: Path):
     for name in ("whole", "fid", "drift", "dpr"):
         assert alone[name][0]["exported_as_trained"], name
@@ -323,7 +342,8 @@ def test_what_was_exported_is_evaluated(alone: Results, folder: Path, tmp_path: 
         f"--answers={tmp_path / 'answers'}",
         f"--output={tmp_path / 'figures.json'}",
     ]
-    assert cli.main(["eval", "rag", "--config", str(run / "config.yaml"), *flags]) == 0
+    with nursery.warm_background():
+        assert cli.main(["eval", "rag", "--config", str(run / "config.yaml"), *flags]) == 0
     written = json.loads((tmp_path / "figures.json").read_text())
     assert f"eval/em          {written['figures']['eval/em']:.4f}" in capsys.readouterr().out
     assert set(written["figures"]) == {k for k in alone["whole"][0]["eval"] if "eval/" in k}

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
+import logging
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from pixelrag.errors import IndexError_
 from pixelrag.retrieval import refresh_spec
-from tests.unit.rag_stand_ins import DIM, StandInStore, encoded_rows, log_lines, make_recipe
+from tests.unit.rag_stand_ins import (
+    DIM,
+    StandInStore,
+    encoded_rows,
+    log_lines,
+    make_generation,
+    make_recipe,
+)
 from tests.unit.refresh_rig import ROWS, WEIGHTS, Rig, wait_until
 
 
@@ -127,6 +136,41 @@ def test_vectors_that_are_there_are_not_made_again(rig: Rig) -> None:
         assert (found.files["index.faiss"] == source.files["index.faiss"]) == (number == 3)
         rig.assert_good(number)
     assert encoded_rows(rig.log) == encoded
+
+
+def test_a_run_that_begins_anew_uses_what_another_left_where_it_is_the_same(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.run(rig.refresher())
+
+    def begin(weights: bytes, **recipe: Any) -> str:
+        refresher = rig.refresher(**recipe)
+        folder = refresher.begin(0)
+        (folder / "weights.safetensors").write_bytes(weights)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="pixelrag"):
+            refresher.start(folder, 0, earlier=True)
+        assert refresher.wait(60).state == "published"
+        return caplog.text
+
+    encoded = encoded_rows(rig.log)
+    assert f"{rig.generations.path(2)}: of the same passages, weights" in begin(WEIGHTS)
+    rig.assert_good(3)
+    assert encoded_rows(rig.log) == encoded
+    # Another index over the same vectors, of a generation that is not the newest.
+    make_generation(rig.generations.root, 4)
+    assert f"{rig.generations.path(3)}: of the same" in begin(WEIGHTS, index={"factory": "HNSW8"})
+    rig.assert_good(5)
+    assert encoded_rows(rig.log) == encoded
+    said = begin(b"other")
+    assert f"{rig.generations.path(5)}, of an earlier run, is not used: other weights." in said
+    rig.assert_good(6, b"other")
+    # What is damaged is said to be, and passed over.
+    with open(rig.generations.path(6) / "vectors.npy", "r+b") as file:
+        file.seek(-4, 2)
+        file.write(b"flip")
+    assert "Passed over" in begin(b"other")
+    rig.assert_good(7, b"other")
 
 
 def test_vectors_of_something_else_are_refused(rig: Rig) -> None:

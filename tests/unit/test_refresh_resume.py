@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import pytest
 
-from tests.unit.rag_stand_ins import encoded_rows
-from tests.unit.refresh_rig import WEIGHTS, Rig, killed_trainer, processes_of, wait_until
+from tests.unit.rag_stand_ins import StandInStore, encoded_rows, vector
+from tests.unit.refresh_rig import ROWS, WEIGHTS, Rig, killed_trainer, processes_of, wait_until
 
 
 @pytest.mark.parametrize("job", ["encode", "after encode", "build", "validate"])
@@ -107,9 +108,39 @@ def test_a_trainer_killed_before_anyone_looked_at_its_snapshot_goes_on_with_it(
     assert encoded_rows(rig.log) == [*first, "doc-0", "doc-20", "doc-40"]
 
 
-def test_a_trainer_killed_in_its_snapshot_leaves_nothing_to_go_on_with(rig: Rig) -> None:
+@pytest.mark.parametrize("weights", [WEIGHTS, b"other weights"])
+def test_a_trainer_killed_in_its_snapshot_leaves_shards_for_the_same_one(rig: Rig, weights) -> None:
     killed_trainer(rig, "after encode")
-    dead = rig.refresher()
+    options = {"faults": {"after encode": "hang"}, "flag": str(rig.flag)}
+    dead = rig.refresher(encoder_options=options)
     (dead.begin(31) / "weights.safetensors").write_bytes(b"new weights under the old spec")
-    assert not rig.refresher().resume(step=35)
-    rig.assert_old_in_place()
+    refresher = rig.refresher(encoder_options=options)
+    assert not refresher.resume(step=35)
+    assert rig.generations.numbers() == [1]
+    assert rig.run(refresher, weights=weights).state == "published"
+    rig.assert_good(2, weights)
+    first = [] if weights == WEIGHTS else ["doc-0"]
+    assert encoded_rows(rig.log) == [*first, "doc-0", "doc-20", "doc-40"]
+
+
+@pytest.mark.parametrize("fault", ["", "gone", "torn"])
+def test_what_the_training_made_of_passages_is_compared_after_a_kill(rig: Rig, fault: str) -> None:
+    """Without it a refresh that was gone on with would be published unchecked."""
+    rows = np.arange(0, ROWS, 10)
+    texts = [f"{p.title}|{p.text}" for p in map(StandInStore(rig.passages).__getitem__, rows)]
+    rig.witness = rows, np.stack([vector(WEIGHTS, text) for text in texts])
+    dead = rig.refresher()
+    dead._launch = lambda: None
+    file = rig.start(dead) / "training.npz"
+    if fault:
+        file.unlink() if fault == "gone" else file.write_bytes(file.read_bytes()[:-9])
+    refresher = rig.refresher()
+    assert refresher.resume(step=35)
+    status = refresher.wait(60)
+    if fault:
+        assert status.state == "failed"
+        assert "training.npz: missing, or not what the training wrote" in status.reason
+        rig.assert_old_in_place()
+    else:
+        assert status.state == "published"
+        assert rig.generations.open(2).manifest.validation["training_parity"] == 0

@@ -184,8 +184,8 @@ def check_same_lora(model: PeftModel, wanted: Mapping[str, LoraLayerPlan], name:
         raise ModelError(
             f"{name} holds another adapter than the configuration's lora section describes: "
             f"{len(unlike)} layers differ, first {unlike[0]}: the file has {has}, lora asks for "
-            f"{asked}. Set lora.r, alpha, rslora, dora, target_modules, vision and merger as they "
-            "were, or set lora.enabled false to merge the adapter and train the whole model"
+            f"{asked}. Set these options as they were, or enabled false to merge the adapter and "
+            "train the whole model"
         )
 
 

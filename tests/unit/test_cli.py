@@ -177,26 +177,6 @@ def test_demo_wants_a_known_job():
     assert "contrastive" in shown.stderr
 
 
-@pytest.mark.distributed
-def test_torchrun_starts_every_rank(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    shown = subprocess.run(
-        [*command, "-m", "pixelrag", "--version"], capture_output=True, text=True, timeout=120
-    )
-    assert shown.returncode == 0, shown.stderr
-    assert shown.stdout.count("pixelrag 0.") == 2
-
-
-@pytest.mark.distributed
-def test_the_deepspeed_launcher_reaches_the_command():
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus=1", "--module"]
-    shown = subprocess.run(
-        [*command, "pixelrag", "--version"], capture_output=True, text=True, timeout=120
-    )
-    assert shown.returncode == 0, shown.stderr
-    assert shown.stdout.count("pixelrag 0.") == 1
-
-
 def test_the_console_script_is_declared():
     import tomllib
     from pathlib import Path

@@ -20,6 +20,7 @@ from typing import Any
 from pixelrag.config.tile_questions import GRADER_KEY, READER_KEY, TileQuestionOptions
 from pixelrag.data.tile_questions import TileQuestion
 from pixelrag.distributed.collectives import agree_max, gather_objects
+from pixelrag.distributed.interrupt import stop_point
 from pixelrag.evaluate.chat_api import ChatApi, ReplyError
 
 logger = logging.getLogger("pixelrag")
@@ -115,6 +116,7 @@ def answer_all(
     hopeless = 0
     with ThreadPoolExecutor(WAVE, "pixelrag-answers") as pool:
         for wave in range(waves):
+            stop_point()
             numbers = mine[wave * WAVE : (wave + 1) * WAVE]
             asked = pool.map(lambda i: ask(questions[i], tiles[i]), numbers)
             found |= dict(zip(numbers, asked, strict=True))

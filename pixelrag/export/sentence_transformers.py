@@ -3,6 +3,10 @@
 Without these files the library guesses: mean pooling, and the tokenizer's chat template around
 every text where there is one. With them `SentenceTransformer(folder)` pools, truncates and prompts
 as the model was trained, and `encode_query` and `encode_document` give the training's vectors.
+
+Classes and pooling go by the names that they had before 5.4, which newer versions take too: vLLM
+(until its pull request 54533) and others know no other, and would silently pool in the way that is
+usual for the architecture.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from typing import Any
 
 from pixelrag.models import Embedder, Preprocessor
 
-_POOLING = {"mean": "mean", "cls": "cls", "last": "lasttoken"}
+_POOLING = {"mean": "mean_tokens", "cls": "cls_token", "last": "lasttoken"}
 # The template of `pixelrag.models.template`, for a processor: instruction, user's turn, answer
 # begun. Whatever template the base model brought, this is what was trained.
 _CHAT_TEMPLATE = """\
@@ -38,24 +42,20 @@ _CHAT_TEMPLATE = """\
 
 def write_modules(folder: Path, embedder: Embedder, preprocessor: Preprocessor) -> None:
     """Write the library's files beside a model's, tokenizer and image processor included."""
-    modules = [
-        "base.modules.transformer.Transformer",
-        "sentence_transformer.modules.pooling.Pooling",
-    ]
-    if embedder.normalize:
-        modules.append("base.modules.normalize.Normalize")
-    names = [f"{i}_{kind.rpartition('.')[2]}" if i else "" for i, kind in enumerate(modules)]
+    modules = ["Transformer", "Pooling", *(["Normalize"] if embedder.normalize else [])]
+    names = [f"{i}_{kind}" if i else "" for i, kind in enumerate(modules)]
     for name in names[1:]:
         (folder / name).mkdir()
     _write(
         folder / "modules.json",
         [
-            {"idx": i, "name": str(i), "path": name, "type": f"sentence_transformers.{kind}"}
+            {"idx": i, "name": str(i), "path": name, "type": f"sentence_transformers.models.{kind}"}
             for i, (name, kind) in enumerate(zip(names, modules, strict=True))
         ],
     )
-    pooling = {"embedding_dimension": embedder.embedding_dim, "include_prompt": True}
-    pooling["pooling_mode"] = _POOLING[embedder.pooling]
+    modes = {f"pooling_mode_{mode}": kind == embedder.pooling for kind, mode in _POOLING.items()}
+    # In this order: an older vLLM takes the first that is true.
+    pooling = {"word_embedding_dimension": embedder.embedding_dim, **modes, "include_prompt": True}
     _write(folder / "1_Pooling" / "config.json", pooling)
     if embedder.normalize:
         _write(folder / "2_Normalize" / "config.json", {})

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from pixelrag.distributed.collectives import exchange
+from pixelrag.distributed.interrupt import stop_point
 from pixelrag.distributed.together import together
 
 Inputs = dict[str, torch.Tensor]
@@ -62,6 +63,7 @@ def encode(
     rows: list[torch.Tensor] = []
     with engine.inference():
         for call in range(calls):
+            stop_point()
             # A rank without a batch of its own repeats the first; its rows are thrown away.
             chosen = mine[call] if call < len(mine) else batches[0]
             with together():

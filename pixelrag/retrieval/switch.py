@@ -16,6 +16,7 @@ from dataclasses import asdict
 from typing import Any, Literal, NamedTuple
 
 from pixelrag.distributed.collectives import agree_max, told_by_main
+from pixelrag.distributed.interrupt import stop_point
 from pixelrag.distributed.together import together
 from pixelrag.errors import CheckpointError, IndexError_
 from pixelrag.retrieval.durable import sha256
@@ -166,6 +167,7 @@ class Switch:
                 return True
             if target == self.number and self._in_flight is None:
                 return False
+            stop_point()
             time.sleep(_SETTLE_SECONDS)
 
     def state_dict(self) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from pixelrag.models import Preprocessor, load_embedder
 from pixelrag.models.biencoder import BiEncoder
 from pixelrag.models.tower_parts import part_of
 from pixelrag.models.training_state import load_training_state
+from pixelrag.retrieval.document_encoder import fingerprints
 from pixelrag.train.batches import PairBatch, load_batches
 from pixelrag.train.guide import Guide, open_guide
 from pixelrag.train.inputs import HeldOut, open_held_out, require_text
@@ -40,10 +41,10 @@ from pixelrag.train.job import (
 )
 from pixelrag.train.loop import Loop
 from pixelrag.train.pair_sampler import build_sampler, open_training_rows
-from pixelrag.train.run_state import load_optimizer, load_start
+from pixelrag.train.run_state import RunState, is_allowed, load_optimizer, load_start
+from pixelrag.train.signals import StopRequest
 from pixelrag.train.start import go_on, run_job
 from pixelrag.train.task import StepReport
-from pixelrag.train.text_file import require_writable
 
 logger = logging.getLogger("pixelrag")
 
@@ -57,16 +58,15 @@ def main(config: ContrastiveConfig) -> int:
     return run_job(config, train)
 
 
-def train(config: ContrastiveConfig, world: World) -> dict[str, Any]:
+def train(
+    config: ContrastiveConfig, world: World, stop: StopRequest | None = None
+) -> dict[str, Any]:
     """Run the job inside an existing process group; a collective. Returns the run's summary."""
-    output = Path(config.output_dir)
     checkpoint = from_main(lambda: checkpoint_of(config))
     rows = open_training_rows(config)
     held_out = open_held_out(config)
     with together():
         sampler, total_steps = build_sampler(config, rows, world)
-        # Before a large model is loaded in vain.
-        require_writable(output)
     state, ended = go_on(
         config,
         checkpoint,
@@ -76,8 +76,11 @@ def train(config: ContrastiveConfig, world: World) -> dict[str, Any]:
     if ended:
         return {"step": state.step}
     task = ContrastiveTask(config, world, rows.dataset, held_out, sampler, checkpoint)
+    if state is not None:
+        with together():
+            _require_same_tokenizer(state, task.tokenizer, checkpoint, config)
     _say_arithmetic(config, world, rows.num_main, total_steps)
-    return Loop(task, config, world, total_steps, state).run()
+    return Loop(task, config, world, total_steps, state, stop).run()
 
 
 def _go_on_at(
@@ -91,6 +94,19 @@ def _go_on_at(
             "Restore the files, or choose another output_dir for a new run"
         )
     sampler.load_state_dict(position["sampler"])
+
+
+def _require_same_tokenizer(
+    state: RunState, now: str, checkpoint: Path, config: ContrastiveConfig
+) -> None:
+    """Files below one path can change; that of the model's tokenizer means other inputs."""
+    was, option = state.position["tokenizer"], "model.name_or_path"
+    if was != now and not is_allowed(option, config.checkpoint.allow_changes):
+        raise CheckpointError(
+            f"{checkpoint} was written with another tokenizer, or another image processor, than "
+            f"{option} {config.model.name_or_path} has now (fingerprint was {was[:12]}, is "
+            f"{now[:12]}). Restore its files, or name {option} in checkpoint.allow_changes"
+        )
 
 
 class ContrastiveTask:
@@ -120,6 +136,7 @@ class ContrastiveTask:
         self._data = dataset.report.fingerprint
         self._container, self._preprocessor = build_biencoder(config)
         self._embedder = self._container.encoder
+        self.tokenizer = fingerprints(self._embedder, self._preprocessor)["tokenizer"]
         if not self._preprocessor.has_vision:
             with together():
                 require_text(dataset)
@@ -205,7 +222,11 @@ class ContrastiveTask:
         return scale_and_bias(log_scale.cpu())
 
     def position(self) -> dict[str, Any]:
-        return {"sampler": self._sampler.state_dict(self._consumed), "data": self._data}
+        return {
+            "sampler": self._sampler.state_dict(self._consumed),
+            "data": self._data,
+            "tokenizer": self.tokenizer,
+        }
 
     def export(self, folder: Path) -> None:
         full = self.engine.full_parameters(trainable_only=adapters_alone(self._config))

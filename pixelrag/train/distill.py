@@ -38,9 +38,9 @@ from pixelrag.train.job import (
 )
 from pixelrag.train.loop import Loop
 from pixelrag.train.run_state import load_optimizer, load_start
+from pixelrag.train.signals import StopRequest
 from pixelrag.train.start import go_on, run_job
 from pixelrag.train.task import StepReport
-from pixelrag.train.text_file import require_writable
 from pixelrag.train.watch import Watch
 
 logger = logging.getLogger("pixelrag")
@@ -55,12 +55,9 @@ def main(config: DistillConfig) -> int:
     return run_job(config, train)
 
 
-def train(config: DistillConfig, world: World) -> dict[str, Any]:
+def train(config: DistillConfig, world: World, stop: StopRequest | None = None) -> dict[str, Any]:
     """Run the job inside an existing process group; a collective. Returns the run's summary."""
-    output = Path(config.output_dir)
     checkpoint = from_main(lambda: checkpoint_of(config))
-    with together():
-        require_writable(output)
     tokenizer, contract, data = _before_weights(config, world)
     with together():
         sampler = PackedSampler(
@@ -77,7 +74,7 @@ def train(config: DistillConfig, world: World) -> dict[str, Any]:
     task = DistillTask(config, world, contract, tokenizer, data, sampler, checkpoint)
     _say_arithmetic(config, world, sampler, total_steps)
     try:
-        return Loop(task, config, world, total_steps, state).run()
+        return Loop(task, config, world, total_steps, state, stop).run()
     finally:
         task.close()
 

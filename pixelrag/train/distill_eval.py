@@ -9,6 +9,7 @@ from pixelrag.data.pack_plan import PackPlan
 from pixelrag.data.packed_batch import PackedCollator
 from pixelrag.distributed.collectives import sum_over_ranks
 from pixelrag.distributed.env import World
+from pixelrag.distributed.interrupt import stop_point
 from pixelrag.engine.base import Engine
 from pixelrag.models.causal import uncompiled
 from pixelrag.models.teacher import TeacherSource
@@ -42,6 +43,7 @@ class DistillEvaluator:
         # Rows as wide as they are, without gradients: layers compiled for training do not fit them.
         with engine.inference(), uncompiled():
             for rows in self._batches:
+                stop_point()
                 lesson = Lesson.of(self._collate(0, rows))
                 inputs = lesson.taught(teacher, self._num_tokens, engine.device)
                 terms = engine("student", count_top1=True, **inputs)

@@ -69,16 +69,11 @@ def _record_of(
 
 
 def _evaluations(path: Path) -> list[dict[str, Any]]:
-    """Records of metrics.jsonl that hold held-out figures, those alone and the step."""
+    """Records of metrics.jsonl that are of an evaluation."""
     if not path.is_file():
         return []
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
-        figures = {k: v for k, v in record.items() if not k.startswith(("train/", "perf/", "mem/"))}
-        if len(figures) > 1:
-            found.append(figures)
-    return found
+    records = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return [record for record in records if "train/loss" not in record]
 
 
 def _json(path: Path) -> dict[str, Any] | None:

@@ -19,6 +19,7 @@ from typing import Any
 from pixelrag.config.base import JobConfig, dump, fingerprint
 from pixelrag.distributed.collectives import agree_max, from_main, told_by_main
 from pixelrag.distributed.env import World
+from pixelrag.distributed.interrupt import Interrupted, interruptible, stop_point, stop_where_asked
 from pixelrag.distributed.together import together
 from pixelrag.errors import NonFiniteError
 from pixelrag.train.atomic import versions
@@ -32,13 +33,12 @@ from pixelrag.train.progress import ProgressView
 from pixelrag.train.run_state import RunState, gather_ids, seed_step
 from pixelrag.train.saver import Saver
 from pixelrag.train.schedule import multiplier, resolve_warmup
-from pixelrag.train.signals import StopRequest
+from pixelrag.train.signals import PREEMPTED, StopRequest
 from pixelrag.train.task import StepReport, Task
 from pixelrag.train.text_file import replace_text
 
 logger = logging.getLogger("pixelrag")
 
-PREEMPTED = "PREEMPTED"
 SUMMARY = "summary.json"
 
 
@@ -52,6 +52,7 @@ class Loop:
         world: this process's place.
         total_steps: optimizer steps of the whole run.
         resumed: where a checkpoint left the run; None for a new one.
+        stop: who may ask to stop; None: the run's STOP file alone.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Loop:
         world: World,
         total_steps: int,
         resumed: RunState | None = None,
+        stop: StopRequest | None = None,
     ) -> None:
         self._task = task
         self._config = config
@@ -69,6 +71,7 @@ class Loop:
         self._resumed = resumed
         self._output = Path(config.output_dir)
         self._ema = averaging_of(config)
+        self._stop = stop or StopRequest(self._output)
         self._best = resumed.best if resumed else None
         self._means = RunningMeans()
         self._unlogged: list[dict[str, float]] = []
@@ -77,7 +80,8 @@ class Loop:
         self._throughput = Throughput()
         self._last_figures: dict[str, float] = {}
         self._best_step = resumed.best_step if resumed else None
-        self._begun_step = resumed.step if resumed else 0
+        self._evaluation_due = resumed.evaluation_due if resumed else config.eval.on_start
+        self._begun_step = 0
         optim = config.optim
         self._warmup = resolve_warmup(total_steps, optim.warmup_ratio, optim.warmup_steps)
 
@@ -87,7 +91,9 @@ class Loop:
         Raises:
             NonFiniteError: a loss or gradient norm is NaN or infinite; on all ranks, at that step.
             CheckpointError: metrics or a checkpoint cannot be written.
+            Interrupted: asked to stop before anything began.
         """
+        stop_point()
         started = time.time()
         first = self._resumed.step if self._resumed else 0
         with together():
@@ -98,27 +104,28 @@ class Loop:
             mode=self._config.logging.progress,
             rank=self._world.rank,
         )
-        stop_reason = None
         self._saver = Saver(self._output, self._task.engine, self._config, view.message)
         self._saver.saved_step = first
-        with writer, view, StopRequest(self._output) as stop, self._settled():
+        with writer, view, interruptible(None), self._settled():
             from_main(self._open_folder)
             with together():
                 open_rank_log(self._output / "logs", self._world.rank)
             step = first
-            if self._config.eval.on_start and self._resumed is None:
-                self._evaluate(step, writer, view, may_be_best=False)
-            while step < self._total_steps and stop_reason is None:
-                figures = self._step(step)
-                step += 1
-                view.step(step)
-                self._log(step, figures, writer, view)
-                self._evaluate_if_due(step, writer, view)
-                self._save_if_due(step, writer, view)
-                stop_reason = self._agree_to_stop(stop)
-            if stop_reason is not None and step < self._total_steps:
-                return self._preempted(step, stop_reason, writer, view, stop)
-            return self._finish(step, started, writer, view)
+            try:
+                if self._evaluation_due:
+                    self._evaluate(step, writer, view, may_be_best=self._resumed is not None)
+                while step < self._total_steps:
+                    figures = self._step(step)
+                    step += 1
+                    view.step(step)
+                    self._log(step, figures, writer, view)
+                    self._evaluate_if_due(step, writer, view)
+                    self._save_if_due(step, writer, view)
+                    if step < self._total_steps:
+                        self._stop_if_asked()
+                return self._finish(step, started, writer, view)
+            except Interrupted as asked:
+                return self._preempted(step, str(asked), writer, view)
 
     @contextlib.contextmanager
     def _settled(self) -> Iterator[None]:
@@ -138,6 +145,7 @@ class Loop:
             self._output,
             rank=self._world.rank,
             resumed_step=self._resumed.step if self._resumed else None,
+            evaluation_due=self._evaluation_due,
             sinks=sinks,
             config=self._config.model_dump(mode="json"),
         )
@@ -200,6 +208,7 @@ class Loop:
             return
         values = self._means.pop() | figures | self._task.step_figures()
         values |= self._throughput.rates() | peak_memory(self._world.device)
+        values |= self._saver.figures()
         self._unlogged.clear()
         with together():
             writer.write(step, values)
@@ -214,8 +223,10 @@ class Loop:
         self, step: int, writer: MetricsWriter, view: ProgressView, *, may_be_best: bool = True
     ) -> None:
         self._world.position.move("evaluation", step)
+        self._evaluation_due = True
         with self._throughput.excluded(), self._averaged():
-            figures = self._task.evaluate()
+            figures = self._measure()
+            self._evaluation_due = False
             if not figures:
                 return
             with together():
@@ -233,9 +244,21 @@ class Loop:
                 self._best, self._best_step = value, step
                 self._task.export(self._output / "best")
 
-    def _averaged(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _averaged(self) -> Iterator[None]:
         """What is evaluated and exported: the averaged weights, where there are any."""
-        return contextlib.nullcontext() if self._ema is None else self._task.engine.averaged()
+        interrupted = None
+        with contextlib.nullcontext() if self._ema is None else self._task.engine.averaged():
+            try:
+                yield
+            except Interrupted as asked:  # on all ranks: they put the weights back together
+                interrupted = asked
+        if interrupted is not None:
+            raise interrupted
+
+    def _measure(self) -> dict[str, float]:
+        with interruptible(self._stop.requested):
+            return self._task.evaluate()
 
     def _save_if_due(self, step: int, writer: MetricsWriter, view: ProgressView) -> None:
         every = self._config.checkpoint.every_steps
@@ -248,39 +271,33 @@ class Loop:
             with together():
                 writer.sync()
             position, identity = self._task.position(), fingerprint(self._config)
-            unlogged = list(self._unlogged)
+            best, unlogged = (self._best, identity), list(self._unlogged)
             self._begun_step = step
             self._saver.save(
-                RunState(step, position, self._best, identity, unlogged, self._best_step)
+                RunState(step, position, *best, unlogged, self._best_step, self._evaluation_due)
             )
 
-    def _agree_to_stop(self, stop: StopRequest) -> str | None:
-        reason = stop.requested()
+    def _stop_if_asked(self) -> None:
+        reason = self._stop.requested()
         stops, failed = agree_max([int(reason is not None), int(self._saver.has_failed)])
         if failed:
             self._saver.fail()
-        if not stops:
-            return None
-        return reason or "another rank was asked to stop"
+        if stops:
+            stop_where_asked(reason)
 
-    def _preempted(self, step, reason, writer, view, stop) -> dict[str, Any]:
+    def _preempted(self, step, reason, writer, view) -> dict[str, Any]:
         if self._begun_step != step:
             self._save(step, writer, view)
         self._saver.finish()
-        folder = checkpoint_dir(self._output, step)
-
-        def mark() -> None:
-            replace_text(self._output / PREEMPTED, f"{reason}\n{folder}\n")
-            stop.clear_stop_file()
-
-        from_main(mark)
+        folder = checkpoint_dir(self._output, step) if step else None
+        from_main(lambda: self._stop.obeyed(reason, folder))
         view.message(f"stopped at step {step} of {self._total_steps}: {reason}; resume with auto")
         return {"step": step, "preempted": reason}
 
     def _finish(self, step, started, writer, view) -> dict[str, Any]:
         # A run that died after its last checkpoint resumes here, its figures already recorded.
         with self._averaged():
-            self._last_figures = self._last_figures or self._task.evaluate()
+            self._last_figures = self._last_figures or self._measure()
         self._saver.finish()
         self._world.position.move("exporting the model", step)
         with self._averaged():
@@ -296,6 +313,7 @@ class Loop:
             "seconds": round(time.time() - started, 1),
             **peak_memory(self._world.device),
             **self._throughput.rates(),
+            "checkpoint/stall_seconds": self._saver.stall_seconds,
         }
         from_main(lambda: self._write_summary(summary))
         kept = [str(self._output / "last")]

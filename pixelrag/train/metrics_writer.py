@@ -43,6 +43,7 @@ class MetricsWriter:
         rank: this process's rank.
         resumed_step: the step of the checkpoint the run goes on from: later lines are dropped.
             None is a fresh start: an older `metrics.jsonl` is kept as `metrics.<n>.jsonl`.
+        evaluation_due: that step's evaluation is to be made (again): its line is dropped too.
         sinks: names out of `SINKS`.
         config: the resolved configuration, shown by sinks that show one; secrets are masked.
 
@@ -57,6 +58,7 @@ class MetricsWriter:
         *,
         rank: int = 0,
         resumed_step: int | None = None,
+        evaluation_due: bool = False,
         sinks: Sequence[str] = (),
         config: Mapping[str, Any] | None = None,
     ) -> None:
@@ -71,7 +73,7 @@ class MetricsWriter:
             if resumed_step is None:
                 _set_aside(self.path)
             else:
-                truncate_after(self.path, resumed_step)
+                truncate_after(self.path, resumed_step, evaluation_due=evaluation_due)
             self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
             self._size = os.fstat(self._fd).st_size
             run_id = _run_id(output_dir, fresh=resumed_step is None)
@@ -157,8 +159,10 @@ def encode_line(step: int, values: Mapping[str, Any]) -> str:
     return json.dumps(record, allow_nan=False) + "\n"
 
 
-def truncate_after(path: Path, step: int) -> None:
+def truncate_after(path: Path, step: int, *, evaluation_due: bool = False) -> None:
     """Drop the lines of `path` after `step`, and torn ones, by replacing the file at once.
+
+    With `evaluation_due`, of the lines of `step` those that are not of its training go too.
 
     A torn last line is what a killed process leaves; a torn line elsewhere is dropped with a
     warning that names it. A missing file stays missing.
@@ -171,8 +175,9 @@ def truncate_after(path: Path, step: int) -> None:
         if not line.strip():
             continue
         try:
-            line_step = json.loads(line)["step"]
-            keep = line_step <= step
+            record = json.loads(line)
+            last = step - 1 if evaluation_due and "train/loss" not in record else step
+            keep = record["step"] <= last
         except (ValueError, KeyError, TypeError):
             if number < len(lines):  # the piece after the last newline is a torn write
                 logger.warning("%s:%d: not a metrics line, dropped: %r", path, number, line[:80])

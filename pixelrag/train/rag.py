@@ -33,9 +33,9 @@ from pixelrag.train.rag_eval import RagEvaluation, RagEvaluator
 from pixelrag.train.rag_index import KnowledgeBase
 from pixelrag.train.rag_retrieve import RagCollator, Retriever
 from pixelrag.train.run_state import RunState, load_optimizer, load_start
+from pixelrag.train.signals import StopRequest
 from pixelrag.train.start import go_on, run_job
 from pixelrag.train.task import StepReport
-from pixelrag.train.text_file import require_writable
 
 logger = logging.getLogger("pixelrag")
 
@@ -49,13 +49,10 @@ def main(config: RagConfig) -> int:
     return run_job(config, train)
 
 
-def train(config: RagConfig, world: World) -> dict[str, Any]:
+def train(config: RagConfig, world: World, stop: StopRequest | None = None) -> dict[str, Any]:
     """Run the job inside an existing process group; a collective. Returns the run's summary."""
-    output = Path(config.output_dir)
     from_main(lambda: on_ray(config))  # before anything is loaded
     checkpoint = from_main(lambda: checkpoint_of(config))
-    with together():
-        require_writable(output)
     data = open_data(config)
     with together():
         sampler = GlobalBatchSampler(
@@ -80,7 +77,7 @@ def train(config: RagConfig, world: World) -> dict[str, Any]:
     task = RagTask(config, world, data, sampler, checkpoint, state)
     _say_arithmetic(config, world, data, total_steps)
     try:
-        summary = Loop(task, config, world, total_steps, state).run()
+        summary = Loop(task, config, world, total_steps, state, stop).run()
         if "preempted" not in summary:
             task.finish()
         return summary
@@ -186,7 +183,11 @@ class RagTask:
         self._knowledge = KnowledgeBase(
             config, world, data.passages, self._parts, self.engine, self._retriever
         )
-        self._knowledge.open(self._step, None if state is None else state.position["index"])
+        try:
+            self._knowledge.open(self._step, None if state is None else state.position["index"])
+        except BaseException:
+            self._knowledge.close()  # nobody else will: there is no task yet
+            raise
 
     def next_batch(self) -> QuestionBatch:
         rows = self._sampler.global_batch(self._consumed).tolist()

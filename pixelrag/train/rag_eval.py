@@ -14,6 +14,7 @@ from pixelrag.config.rag import RagConfig
 from pixelrag.data.passages import PassageStore
 from pixelrag.data.questions import Question
 from pixelrag.distributed.collectives import gather_objects
+from pixelrag.distributed.interrupt import stop_point
 from pixelrag.distributed.together import together
 from pixelrag.engine.base import Engine
 from pixelrag.evaluate.answers import answer_metrics, recall_by_answer, recall_by_gold
@@ -173,6 +174,7 @@ class RagEvaluator:
         answers: list[str] = []
         with engine.inference():
             for start in range(0, most, size):
+                stop_point()
                 block = range(start, min(start + size, own.stop - own.start))
                 # A rank without questions of its own asks the first one; it is thrown away.
                 with together():

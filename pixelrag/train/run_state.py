@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +31,12 @@ from torch import nn
 from pixelrag.config.base import JobConfig, fingerprint
 from pixelrag.config.yaml_file import read_yaml
 from pixelrag.distributed.collectives import gather_objects
+from pixelrag.distributed.interrupt import stop_point
 from pixelrag.distributed.together import together
 from pixelrag.engine.base import Engine
 from pixelrag.engine.state import AVERAGE, OptimizerState
 from pixelrag.errors import CheckpointError
+from pixelrag.train.atomic import read_manifest, versions
 from pixelrag.train.state import load_tensors
 
 logger = logging.getLogger("pixelrag")
@@ -78,6 +81,7 @@ class RunState:
         unlogged: figures of each step since the last logged one, so that the next line's means
             are those of an uninterrupted run.
         best_step: the step at which that best figure was reached.
+        evaluation_due: the evaluation of this step was broken off, and is to be made first.
     """
 
     step: int
@@ -86,16 +90,19 @@ class RunState:
     fingerprint: str
     unlogged: list[dict[str, float]]
     best_step: int | None = None
+    evaluation_due: bool = False
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Start this rank's random streams for one optimizer step.
+    """Start this rank's random streams (torch's of all devices, Python's, NumPy's) for one step.
 
-    Dropout then depends on (seed, step, rank) and nothing else, so a resumed run needs no stored
-    generator state to continue bit for bit.
+    What is drawn then depends on (seed, step, rank) and nothing else, so a resumed run needs no
+    stored generator state to continue bit for bit.
     """
-    mixed = np.random.SeedSequence([seed, step, rank]).generate_state(1, np.uint64)
+    mixed = np.random.SeedSequence([seed, step, rank]).generate_state(3, np.uint64)
     torch.manual_seed(int(mixed[0]))
+    random.seed(int(mixed[1]))
+    np.random.seed(mixed[2:].view(np.uint32))  # the global stream, of a model's own code
 
 
 def part_name(kind: str, rank: int, world_size: int) -> str:
@@ -136,6 +143,8 @@ def read_parts(folder: Path, kind: str) -> dict[str, torch.Tensor]:
 def read_state(folder: Path, config: JobConfig) -> RunState:
     """Read a checkpoint's ``state.json`` and check that it belongs to this run.
 
+    Other versions of the libraries are warned about.
+
     Raises:
         CheckpointError: unreadable, or written under another model, data, loss or batch.
     """
@@ -145,6 +154,17 @@ def read_state(folder: Path, config: JobConfig) -> RunState:
         raise CheckpointError(f"{folder / 'state.json'}: cannot be read: {error}") from error
     if state.fingerprint != fingerprint(config):
         _compare_configs(folder, config)
+    before, now = read_manifest(folder)["versions"], versions()
+    drifted = [
+        f"{name}: was {before.get(name)}, is {now.get(name)}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name)
+    ]
+    if drifted:
+        logger.warning(
+            "%s was written by other versions, whose figures may differ in rounding: %s",
+            *(folder, "; ".join(drifted)),
+        )
     return state
 
 
@@ -200,6 +220,7 @@ def load_start(checkpoint: Path | None, config: JobConfig, module: nn.Module) ->
     Raises:
         CheckpointError: names or shapes are not those that the module trains.
     """
+    stop_point()
     source = checkpoint or config.checkpoint.init_from
     if source is None:
         return

@@ -42,6 +42,10 @@ class Saver:
     """Owns the checkpoints of a run. All methods but `has_failed` and `settle` are
     collective.
 
+    Attributes:
+        saved_step: step of the newest whole checkpoint (rank 0).
+        stall_seconds: that steps have waited for saves so far.
+
     Args:
         output_dir: the run's folder, on storage that all ranks share.
         engine: whose state is saved.
@@ -59,7 +63,10 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._best_step: int | None = None
+        self._waited: list[float] = []
+        self._wrote: list[float] = []
         self.saved_step = 0
+        self.stall_seconds = 0.0
         world_size = engine.world_size
         store = dist.distributed_c10d._get_default_store() if world_size > 1 else None
         self._store = None if store is None else store.clone()
@@ -73,14 +80,26 @@ class Saver:
         """Whether this rank's last checkpoint could not be written; cheap."""
         return self._error is not None
 
+    def figures(self) -> dict[str, float]:
+        """Seconds that steps waited for the saves since the last call, and that writing took.
+
+        A checkpoint being written counts once it is whole; the writing is rank 0's.
+        """
+        found = {}
+        for name, seconds in (("stall", self._waited), ("write", self._wrote)):
+            if seconds:
+                found[f"checkpoint/{name}_seconds"] = sum(seconds)
+                seconds.clear()
+        return found
+
     def save(self, state: RunState) -> None:
         """Begin the checkpoint of a step, after the one before has been written.
 
         Raises:
             CheckpointError: the one before failed, there is no space, or another run writes there.
         """
-        self.finish()
         started = time.monotonic()
+        self.finish()
         final = checkpoint_dir(self._output, state.step)
         owner = owner_by_size(self._engine)
         parts = {"model": self._engine.full_parameters(trainable_only=True, owner=owner)}
@@ -104,6 +123,8 @@ class Saver:
         self._thread.start()
         if not self._config.checkpoint.async_save:
             self.finish()
+        self._waited.append(time.monotonic() - started)
+        self.stall_seconds += self._waited[-1]
 
     def finish(self) -> None:
         """Wait until the last checkpoint is whole.
@@ -149,6 +170,8 @@ class Saver:
             if self._engine.rank == 0:
                 self._commit(final, state)
                 took = time.monotonic() - started
+                self._wrote.append(took)
+                waited += 0.0 if self._config.checkpoint.async_save else took
                 self._tell(f"saved {final} (the step waited {waited:.2f} s, the disk {took:.2f} s)")
                 self.saved_step = state.step
             else:

@@ -2,8 +2,9 @@
 
 SIGTERM (a scheduler's preemption), SIGINT (Ctrl-C) and SIGUSR1 (Slurm's `--signal=USR1@120`) are
 noted; nothing else happens in the handler, because it may run in the middle of a collective or of a
-file being written. The loop asks `requested()` after each step, lets the ranks agree, saves and
-leaves. A file named STOP in the run's folder asks for the same without a signal.
+file being written. `requested()` is asked after each step, and between the parts of what takes long
+(`distributed/interrupt.py`); the ranks agree, save and leave. A file named STOP in the run's folder
+asks for the same without a signal.
 
 The same signal a second time ends the process at once, by the signal's own default: that is a
 person pressing Ctrl-C again. Two things look like it and are not:
@@ -29,10 +30,13 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from pixelrag.train.text_file import replace_text
+
 logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 STOP_FILE = "STOP"
+PREEMPTED = "PREEMPTED"
 
 
 class StopRequest:
@@ -54,6 +58,7 @@ class StopRequest:
         relay_seconds: float = 2.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._dir = stop_dir
         self._stop_file = None if stop_dir is None else stop_dir / STOP_FILE
         self._relay_seconds = relay_seconds
         self._clock = clock
@@ -91,9 +96,17 @@ class StopRequest:
             return f"STOP file {self._stop_file}"
         return None
 
-    def clear_stop_file(self) -> None:
-        """Remove the STOP file (rank 0, once obeyed), so that the resumed run does not stop too."""
-        if self._stop_file is not None:
+    def obeyed(self, reason: str, checkpoint: Path | None) -> None:
+        """Write `PREEMPTED`: why, and the checkpoint to go on from. Rank 0, once all is saved.
+
+        The STOP file goes, so that the resumed run does not stop too.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        if self._dir is not None:
+            self._dir.mkdir(parents=True, exist_ok=True)
+            replace_text(self._dir / PREEMPTED, f"{reason}\n{checkpoint or 'no checkpoint'}\n")
             self._stop_file.unlink(missing_ok=True)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:

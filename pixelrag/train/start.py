@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +11,17 @@ from typing import Any, TypeVar
 from pixelrag.config.base import JobConfig
 from pixelrag.distributed.collectives import from_main
 from pixelrag.distributed.env import World
+from pixelrag.distributed.interrupt import Interrupted, interruptible, stop_point
 from pixelrag.distributed.together import together
 from pixelrag.errors import CheckpointError
+from pixelrag.train.checkpoint import list_checkpoints
 from pixelrag.train.job import world_of
 from pixelrag.train.loop import is_finished
+from pixelrag.train.owner import held
 from pixelrag.train.run_state import RunState, read_state
+from pixelrag.train.signals import StopRequest
 from pixelrag.train.sinks import check_sinks
+from pixelrag.train.text_file import require_writable
 
 logger = logging.getLogger("pixelrag")
 
@@ -25,16 +31,35 @@ _DATA = {"data", "batch", "packing", "knowledge_base"}
 Config = TypeVar("Config", bound=JobConfig)
 
 
-def run_job(config: Config, train: Callable[[Config, World], dict[str, Any]]) -> int:
+def run_job(config: Config, train: Callable[[Config, World, StopRequest], dict[str, Any]]) -> int:
     """Call ``train`` inside a process group of its own; returns the exit code.
+
+    Until the loop begins, a request to stop ends the job at the next `stop_point`.
 
     Raises:
         PixelragError: see the message; raised before weights are loaded where possible.
     """
     check_sinks([n for n in ("tensorboard", "wandb", "trackio") if getattr(config.logging, n)])
-    with world_of(config) as world:
-        summary = train(config, world)
+    output = Path(config.output_dir)
+    with world_of(config) as world, StopRequest(output) as stop, contextlib.ExitStack() as kept:
+        with together():
+            require_writable(output)
+            if world.is_main:
+                kept.enter_context(held(output))
+        try:
+            with interruptible(stop.requested):
+                summary = train(config, world, stop)
+        except Interrupted as asked:
+            reason = str(asked)
+            summary = {"preempted": reason}
+            from_main(lambda: _stopped_early(output, reason, stop))
     return config.checkpoint.preempted_exit_code if "preempted" in summary else 0
+
+
+def _stopped_early(output: Path, reason: str, stop: StopRequest) -> None:
+    newest = next((path for _, path in list_checkpoints(output)), None)
+    logger.info("stopped before training began: %s; nothing was written but PREEMPTED", reason)
+    stop.obeyed(reason, newest)
 
 
 def go_on(
@@ -54,6 +79,7 @@ def go_on(
     Raises:
         CheckpointError: unreadable, or written under another configuration or other data.
     """
+    stop_point()
     if checkpoint is None:
         return None, False
     state = from_main(lambda: read_state(checkpoint, config))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.train import nursery
-from tests.train.material import image_rows, text_rows, write_jsonl
+from tests.train.material import command, image_rows, merged, text_rows, write_jsonl
 
 
 @pytest.fixture(scope="session")
@@ -49,6 +49,32 @@ def base(shelf: Path) -> dict[str, Any]:
         "engine": {"device": "cpu", "timeout_seconds": 60},
         "logging": {"every_steps": 1},
     }
+
+
+@pytest.fixture
+def settings(shelf) -> dict[str, Any]:
+    """Dropout on, two batches a step, an epoch that ends in the middle of a step."""
+    return {
+        "model": {"name_or_path": str(shelf / "bert_dropout")},
+        "data": {"eval": str(shelf / "eval.jsonl")},
+        "batch": {"per_device_batch_size": 4, "gradient_accumulation_steps": 2},
+        "optim": {"max_steps": 6, "warmup_steps": 2},
+        "eval": {"every_steps": 2},
+        # Where a run is killed right behind a checkpoint, that checkpoint must be there.
+        "checkpoint": {"every_steps": 3, "best_metric": "eval/loss", "async_save": False},
+        "logging": {"every_steps": 2},
+    }
+
+
+@pytest.fixture
+def start(tmp_path, base, settings):
+    """Starts the settings' run in a folder of that name."""
+
+    def _start(name: str, *overrides: dict, **options: Any) -> nursery.Job:
+        config = merged(base, settings, *overrides, {"output_dir": str(tmp_path / name)})
+        return nursery.start(command(tmp_path, config), **options)
+
+    return _start
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ Each wraps one method of the job, and acts at a step and on a rank that its payl
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import signal
@@ -101,6 +102,29 @@ def signal_self(payload: dict[str, Any]) -> None:
     """SIGTERM to this process, on rank `rank` alone, in the middle of batch `batch`."""
     if _rank() == payload["rank"]:
         _at_batch(payload["batch"], lambda task: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def touch(payload: dict[str, Any]) -> None:
+    """The file `path` appears in the middle of batch `batch`."""
+    _at_batch(payload["batch"], lambda task: Path(payload["path"]).touch())
+
+
+def hang(payload: dict[str, Any]) -> None:
+    """The first batch takes ten minutes."""
+    _at_batch(1, lambda task: time.sleep(600))
+
+
+def signal_at_stop_point(payload: dict[str, Any]) -> None:
+    """SIGTERM on rank `rank` at call `call`, from 1, of the `stop_point` that `module` uses."""
+    module = importlib.import_module(payload["module"])
+    stop_point, calls = module.stop_point, itertools.count(1)
+
+    def counted() -> None:
+        if next(calls) == payload["call"] and _rank() == payload.get("rank", 0):
+            os.kill(os.getpid(), signal.SIGTERM)
+        stop_point()
+
+    module.stop_point = counted
 
 
 def infinite_weight(payload: dict[str, Any]) -> None:
@@ -230,6 +254,8 @@ def broken_part(payload: dict[str, Any]) -> None:
 
 
 def die_after(payload: dict[str, Any]) -> None:
-    """Die, as by SIGKILL, once this process has computed for `seconds` of CPU time."""
+    """Die, as by SIGKILL, after `seconds` of CPU time: rank `rank`, or every rank if it is None."""
+    if payload["rank"] not in (None, _rank()):
+        return
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, payload["seconds"])

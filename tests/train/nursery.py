@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,15 @@ class Job:
                 outputs = "\n".join(self.outputs())
                 raise AssertionError(f"ended or timed out before it happened\n{outputs}")
             time.sleep(0.01)
+
+    def wait_for_one(self, timeout: float = _TIMEOUT) -> int:
+        """Wait until a rank has ended, and end the others, as launchers do; its exit code."""
+        try:
+            ended = wait([worker.sentinel for worker in self.workers], timeout)
+            assert ended, "no rank has ended"
+            return next(w.exitcode for w in self.workers if w.sentinel in ended)
+        finally:
+            self.kill()
 
     def signal(self, signum: int) -> None:
         """Send a signal to every rank."""

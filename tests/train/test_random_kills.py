@@ -1,4 +1,4 @@
-"""Two jobs are killed at twenty random moments; what comes out is what an undisturbed run gives.
+"""Two jobs are killed at random moments; what comes out is what an undisturbed run gives.
 
 The moments are spread over CPU time, so that they fall alike on a slow and on a fast machine: into
 loading, steps, evaluation, saving beside the steps, and exporting.
@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.train import nursery
-from tests.train.material import command, lines_of, merged
+from tests.train.material import command, lines_of, merged, text_rows, write_jsonl
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
@@ -21,20 +21,23 @@ NUM_KILLS = 20
 OFTEN = ["--eval.every_steps=4", "--checkpoint.every_steps=3", "--logging.every_steps=2"]
 
 
-def _survives(arguments: list[str], straight: Path, killed: Path, seconds: tuple) -> None:
-    nursery.run([*arguments, f"--output_dir={straight}"]).check()
+def _survives(
+    arguments: list[str],
+    straight: Path,
+    killed: Path,
+    seconds: tuple[float, float],
+    *,
+    nproc: int = 1,
+    num_kills: int = NUM_KILLS,
+) -> None:
+    nursery.run([*arguments, f"--output_dir={straight}"], nproc=nproc).check()
     draw = random.Random(20)
-    codes = []
-    while codes.count(-signal.SIGPROF) < NUM_KILLS:
-        after = {"seconds": draw.uniform(*seconds)}
-        options = {"setup": "tests.train.faults:die_after", "payload": after}
-        ended = nursery.run([*arguments, f"--output_dir={killed}"], **options)
-        codes += ended.codes
-        assert set(codes) <= {0, -signal.SIGPROF}, ended.text
-        if codes[-1] == 0:
-            break
-    nursery.run([*arguments, f"--output_dir={killed}"]).check()
-    assert codes.count(-signal.SIGPROF) == NUM_KILLS, "it ended early: give it more steps"
+    for _ in range(num_kills):
+        fault = {"seconds": draw.uniform(*seconds), "rank": draw.choice([*range(nproc), None])}
+        options = {"setup": "tests.train.faults:die_after", "payload": fault}
+        job = nursery.start([*arguments, f"--output_dir={killed}"], nproc=nproc, **options)
+        assert job.wait_for_one() == -signal.SIGPROF, job.outputs()  # else: give it more steps
+    nursery.run([*arguments, f"--output_dir={killed}"], nproc=nproc).check()
     assert _figures(killed) == _figures(straight)
     for name in ("last", "best"):
         mine, theirs = ((run / name).rglob("*.safetensors") for run in (killed, straight))
@@ -59,6 +62,26 @@ def test_contrastive(base, shelf, tmp_path):
     }
     arguments = [*command(tmp_path, merged(base, changes)), *OFTEN]
     _survives(arguments, tmp_path / "straight", tmp_path / "killed", (0.1, 0.7))
+
+
+def test_two_ranks_that_share_the_state(base, shelf, tmp_path):
+    """Either rank dies, or both do. Batches are of two data sets in turn."""
+    more = write_jsonl(tmp_path / "more.jsonl", text_rows(14, first=60))
+    changes = {
+        "output_dir": str(tmp_path / "run"),
+        "model": {"name_or_path": str(shelf / "bert_dropout")},
+        "data": {
+            "train": [str(shelf / "train.jsonl"), more],
+            "mixing": "homogeneous",
+            "eval": str(shelf / "eval.jsonl"),
+        },
+        "batch": {"per_device_batch_size": 2, "gradient_accumulation_steps": 2},
+        "optim": {"max_steps": 32},
+        "engine": {"name": "fsdp2"},
+    }
+    arguments = [*command(tmp_path, merged(base, changes)), *OFTEN]
+    folders = tmp_path / "straight", tmp_path / "killed"
+    _survives(arguments, *folders, (0.3, 1.0), nproc=2, num_kills=6)
 
 
 def test_distill(lesson, tmp_path):

@@ -14,35 +14,18 @@ from safetensors.torch import load_file
 
 from pixelrag.train.checkpoint import verify_dir
 from tests.train import nursery
-from tests.train.material import command, lines_of, merged, series, text_rows, write_jsonl
+from tests.train.material import (
+    assert_equal_runs,
+    command,
+    lines_of,
+    merged,
+    series,
+    text_rows,
+    weights_of,
+    write_jsonl,
+)
 
 pytestmark = pytest.mark.distributed
-
-
-@pytest.fixture
-def settings(shelf) -> dict[str, Any]:
-    """Dropout on, two batches a step, an epoch that ends in the middle of a step."""
-    return {
-        "model": {"name_or_path": str(shelf / "bert_dropout")},
-        "data": {"eval": str(shelf / "eval.jsonl")},
-        "batch": {"per_device_batch_size": 4, "gradient_accumulation_steps": 2},
-        "optim": {"max_steps": 6, "warmup_steps": 2},
-        "eval": {"every_steps": 2},
-        # Where a run is killed right behind a checkpoint, that checkpoint must be there.
-        "checkpoint": {"every_steps": 3, "best_metric": "eval/loss", "async_save": False},
-        "logging": {"every_steps": 2},
-    }
-
-
-@pytest.fixture
-def start(tmp_path, base, settings):
-    """Starts the settings' run in a folder of that name."""
-
-    def _start(name: str, *overrides: dict, **options: Any) -> nursery.Job:
-        config = merged(base, settings, *overrides, {"output_dir": str(tmp_path / name)})
-        return nursery.start(command(tmp_path, config), **options)
-
-    return _start
 
 
 @pytest.fixture
@@ -55,30 +38,6 @@ def one_step(tmp_path, base):
         return tmp_path / "run", nursery.run(command(tmp_path, config), **options)
 
     return _run
-
-
-def _weights(folder: Path, kind: str = "model") -> dict[str, Any]:
-    """All tensors of a checkpoint or export, of however many parts."""
-    files = sorted(folder.glob(f"{kind}*.safetensors"))
-    assert files
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
-
-
-def _assert_equal_runs(run: Path, straight: Path) -> None:
-    assert lines_of(run) == lines_of(straight)
-    for name in ("checkpoint-6", "last", "best"):
-        mine, theirs = _weights(run / name), _weights(straight / name)
-        assert mine.keys() == theirs.keys()
-        unlike = [key for key in mine if not mine[key].equal(theirs[key])]
-        assert not unlike, f"{name}: {unlike}"
-    for kind in ("optimizer", "ema"):
-        if not list((straight / "checkpoint-6").glob(f"{kind}*")):
-            continue
-        mine, theirs = (_weights(f / "checkpoint-6", kind) for f in (run, straight))
-        assert all(mine[key].equal(theirs[key]) for key in theirs)
-        assert len(mine) == len(theirs)
-    states = [json.loads((f / "checkpoint-6" / "state.json").read_text()) for f in (run, straight)]
-    assert states[0] == states[1]
 
 
 @pytest.mark.parametrize("engine", ["ddp", "zero2", "zero3", "fsdp2"])
@@ -95,7 +54,7 @@ def test_killed_and_resumed_equals_straight_bit_for_bit(start, tmp_path, engine)
     ended = start("killed", settings, nproc=2).wait().check()
     assert "resuming from" in ended.outputs[0]
     assert "checkpoint-3, step 3 of 6" in ended.outputs[0]
-    _assert_equal_runs(killed, tmp_path / "straight")
+    assert_equal_runs(killed, tmp_path / "straight")
     assert (killed / "run_id").read_text() != (tmp_path / "straight" / "run_id").read_text()
 
 
@@ -110,27 +69,32 @@ def test_workers_ahead_of_training_do_not_skip_rows(start, tmp_path):
 
 
 def test_other_engines_and_worlds_go_on(start, tmp_path, shelf):
-    """Three parts of one run on three engines and three world sizes, within rounding."""
-    plain = {"model": {"name_or_path": str(shelf / "bert")}, "ema": {"decay": 0.7}}
-    start("straight", plain, {"batch": {"per_device_batch_size": 8}}).wait().check()
-    often = {"checkpoint": {"every_steps": 2}}  # and written at once: the kill comes right behind
-    for engine, nproc, done in (("zero3", 2, 0), ("fsdp2", 1, 2), ("zero1", 4, 4)):
-        share = {"batch": {"per_device_batch_size": 8 // nproc}, "engine": {"name": engine}}
+    """Four parts of one run on four engines and numbers of ranks, within rounding."""
+    plain = {
+        "model": {"name_or_path": str(shelf / "bert")},
+        "batch": {"global_batch_size": 8},
+        "ema": {"decay": 0.7},
+        "optim": {"max_steps": 8},
+        "checkpoint": {"every_steps": 2},
+    }
+    start("straight", plain).wait().check()
+    parts = [("zero3", 4), ("fsdp2", 2), ("ddp", 1), ("zero2", 3)]
+    for done, (engine, nproc) in zip((0, 2, 4, 6), parts, strict=True):
         fault: dict[str, Any] = {}
-        if done < 4:  # in the third step of this part, one behind its checkpoint
+        if done < 6:  # in the third step of this part, one behind its checkpoint
             fault = {"setup": "tests.train.faults:kill", "payload": {"batch": 5}}
-        ended = start("parts", plain, often, share, nproc=nproc, **fault).wait()
+        ended = start("parts", plain, {"engine": {"name": engine}}, nproc=nproc, **fault).wait()
         assert set(ended.codes) == {-signal.SIGKILL if fault else 0}, ended.text
         if done:
-            assert f"checkpoint-{done}, step {done} of 6" in ended.outputs[0]
+            assert f"checkpoint-{done}, step {done} of 8" in ended.outputs[0]
     run, straight = tmp_path / "parts", tmp_path / "straight"
     for name in ("train/loss", "train/grad_norm", "eval/loss"):
         assert series(run, name) == pytest.approx(series(straight, name), rel=2e-4), name
     # The averages were resharded with the rest, and are what is exported.
     for folder in (run, straight):
-        averages, last = _weights(folder / "checkpoint-6", "ema"), _weights(folder / "last")
+        averages, last = weights_of(folder / "checkpoint-8", "ema"), weights_of(folder / "last")
         assert all(averages[f"encoder.backbone.{name}"].equal(last[name]) for name in last)
-        raw = _weights(folder / "checkpoint-6")
+        raw = weights_of(folder / "checkpoint-8")
         assert not any(raw[name].equal(averages[name]) for name in raw)
 
 
@@ -204,6 +168,23 @@ def test_changed_rows_are_refused(one_step, tmp_path):
     assert "the content of data.train or data.text has changed" in ended.text
 
 
+def test_a_changed_tokenizer_is_refused(one_step, shelf, tmp_path):
+    """The same path, other files."""
+    model = {"model": {"name_or_path": str(shutil.copytree(shelf / "bert", tmp_path / "bert"))}}
+    one_step(model)[1].check()
+    path = tmp_path / "bert" / "tokenizer.json"
+    content = json.loads(path.read_text())
+    words = content["model"]["vocab"]
+    words["file"], words["list"] = words["list"], words["file"]
+    path.write_text(json.dumps(content))
+    more = {"optim": {"max_steps": 2}}
+    _, ended = one_step(model, more)
+    assert ended.codes == [5]
+    assert "was written with another tokenizer" in ended.text
+    allowed = {"checkpoint": {"allow_changes": ["model.name_or_path"]}}
+    one_step(model, more, allowed)[1].check()
+
+
 def test_what_may_change_does(one_step):
     """The machine's own settings change silently, the optimizer's with a warning."""
     folder, ended = one_step()
@@ -223,6 +204,17 @@ def test_what_may_change_does(one_step):
     assert (folder / "checkpoint-3").is_dir()
 
 
+def test_other_versions_of_libraries_are_told(one_step):
+    folder, ended = one_step()
+    manifest = folder / "checkpoint-1" / "COMPLETE"
+    content = json.loads(manifest.read_text())
+    content["versions"] |= {"torch": "1.0"}
+    manifest.write_text(json.dumps(content))
+    _, ended = one_step({"optim": {"max_steps": 2}})
+    told = "written by other versions, whose figures may differ in rounding: torch: was 1.0, is "
+    assert told in ended.check().text
+
+
 def test_a_complete_run_does_nothing(one_step):
     folder, ended = one_step(nproc=2)
     ended.check()
@@ -240,7 +232,7 @@ def test_a_run_killed_behind_its_last_checkpoint_still_ends(start, tmp_path):
     assert (killed / "checkpoint-6").is_dir()
     assert not (killed / "last").exists()
     start("killed").wait().check()
-    _assert_equal_runs(killed, tmp_path / "straight")
+    assert_equal_runs(killed, tmp_path / "straight")
     summaries = [
         json.loads((f / "summary.json").read_text()) for f in (killed, tmp_path / "straight")
     ]
@@ -259,7 +251,7 @@ def test_a_truncated_checkpoint_is_passed_over(start, tmp_path):
     assert "passed over a broken checkpoint" in ended.text
     assert "model.safetensors: truncated (1000 bytes" in ended.text
     assert "step 4 of 6" in ended.text
-    _assert_equal_runs(run, tmp_path / "straight")
+    assert_equal_runs(run, tmp_path / "straight")
 
 
 def test_a_named_checkpoint_that_is_broken_is_refused(one_step):
@@ -281,37 +273,23 @@ def test_resume_never_does_not_mix_two_runs(one_step):
     assert ended.outputs[1] == ""
 
 
+def test_two_runs_do_not_share_a_folder(start, one_step, tmp_path):
+    """The second is refused before it loads anything; one that was killed is in nobody's way."""
+    first = start("run", setup="tests.train.faults:hang")
+    first.wait_until((tmp_path / "run" / ".owner.json").exists)
+    _, ended = one_step(nproc=2)
+    assert ended.codes == [5, 5]
+    assert "lives; two runs cannot share a folder" in ended.outputs[0]
+    assert ended.outputs[1] == ""
+    first.kill()
+    assert (tmp_path / "run" / ".owner.json").exists()
+    one_step(nproc=2)[1].check()
+
+
 def test_only_the_newest_checkpoints_stay(start, tmp_path):
     start("run", {"checkpoint": {"every_steps": 1, "keep_last": 2}}).wait().check()
     names = sorted(path.name for path in (tmp_path / "run").glob("*checkpoint-*"))
     assert names == ["checkpoint-5", "checkpoint-6"]
-
-
-@pytest.mark.parametrize("engine", ["ddp", "zero3"])
-def test_sigterm_saves_and_resumes(start, tmp_path, engine):
-    """One rank of two gets the signal, in the middle of step 2."""
-    settings = {"engine": {"name": engine}}
-    start("straight", settings, nproc=2).wait().check()
-    stopped = tmp_path / "stopped"
-    fault = {"setup": "tests.train.faults:signal_self", "payload": {"rank": 1, "batch": 3}}
-    ended = start("stopped", settings, nproc=2, **fault).wait().check()
-    assert "stopped at step 2 of 6" in ended.outputs[0]
-    assert ended.outputs[1] == ""
-    assert str(stopped / "checkpoint-2") in (stopped / "PREEMPTED").read_text()
-    verify_dir(stopped / "checkpoint-2")
-    assert not (stopped / "last").exists()
-    start("stopped", settings, nproc=2).wait().check()
-    assert not (stopped / "PREEMPTED").exists()
-    _assert_equal_runs(stopped, tmp_path / "straight")
-
-
-def test_a_stop_file_stops(start, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "STOP").touch()
-    ended = start("run", nproc=2).wait().check()
-    assert "stopped at step 1 of 6: STOP file" in ended.outputs[0]
-    assert not (tmp_path / "run" / "STOP").exists()
-    assert (tmp_path / "run" / "checkpoint-1").is_dir()
 
 
 def test_every_rank_writes_its_part(one_step):
@@ -333,12 +311,19 @@ def test_steps_go_on_while_a_checkpoint_is_written(start, tmp_path):
     slow = {"setup": "tests.train.faults:slow_disk", "payload": {"seconds": 0.5}}
     ended = start("beside", often, nproc=2, **slow).wait().check()
     start("straight", often, {"checkpoint": {"every_steps": 2}}, nproc=2).wait().check()
-    _assert_equal_runs(tmp_path / "beside", tmp_path / "straight")
+    assert_equal_runs(tmp_path / "beside", tmp_path / "straight")
     lines = ended.outputs[0].splitlines()
     saved = next(i for i, line in enumerate(lines) if "saved" in line and "checkpoint-2 " in line)
     assert any("step 4/6" in line for line in lines[:saved])
     waited, disk = re.search(r"waited ([\d.]+) s, the disk ([\d.]+) s", lines[saved]).groups()
     assert float(waited) < 0.5 <= float(disk)
+    lines = (tmp_path / "beside" / "metrics.jsonl").read_text().splitlines()
+    taken = {line["step"]: line for line in map(json.loads, lines) if "train/loss" in line}
+    assert "checkpoint/stall_seconds" not in taken[2]
+    # The second save waits for the first one's disk.
+    assert taken[4]["checkpoint/stall_seconds"] < 0.5 <= taken[6]["checkpoint/write_seconds"]
+    summary = json.loads((tmp_path / "beside" / "summary.json").read_text())
+    assert summary["checkpoint/stall_seconds"] > taken[4]["checkpoint/stall_seconds"]
 
 
 def test_a_checkpoint_that_fails_beside_the_training_stops_it(start, tmp_path):
@@ -374,7 +359,10 @@ def test_a_new_run_starts_from_the_weights_of_another(one_step, start, tmp_path)
         start("new", {"model": {"name_or_path": _model_of(folder)}}, still, again).wait().check()
     )
     assert f"a new run, with the weights of {source}" in ended.text
-    mine, theirs = _weights(tmp_path / "new" / "checkpoint-1"), _weights(folder / "checkpoint-1")
+    mine, theirs = (
+        weights_of(tmp_path / "new" / "checkpoint-1"),
+        weights_of(folder / "checkpoint-1"),
+    )
     for name in theirs:
         assert mine[name].sub(theirs[name]).abs().max() < 1e-6, name
     ended = start("other", {"checkpoint": {"init_from": str(folder / "last")}}).wait()
@@ -404,11 +392,3 @@ def test_changes_of_meaning_are_allowed_by_name(one_step, tmp_path):
     _, ended = one_step(data, {"checkpoint": {"allow_changes": ["los.temperature"]}})
     assert ended.codes == [2]
     assert "checkpoint.allow_changes 'los.temperature', which is no option" in ended.text
-
-
-def test_the_exit_code_of_a_preempted_run_is_the_users(start, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "STOP").touch()
-    ended = start("run", {"checkpoint": {"preempted_exit_code": 75}}, nproc=2).wait()
-    assert ended.codes == [75, 75]
-    assert (tmp_path / "run" / "PREEMPTED").exists()

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from benchmarks import (
     peers,
     rag_refresh,
     report,
+    save_stall,
     tiled_loss,
 )
 from pixelrag.distributed.env import process_group
@@ -125,6 +127,18 @@ def test_two_open_indexes_are_mapped_and_not_copied():
     row = rag_refresh.measure_memory("hnsw", 3000, 64)
     assert row["file_mib"] > 1
     assert row["two_private_mib"] < row["file_mib"]
+
+
+def test_a_save_beside_the_training_does_not_wait_for_the_disk(tmp_path, monkeypatch):
+    from pixelrag.train.saver import Saver
+
+    write_own = Saver._write_own
+    monkeypatch.setattr(Saver, "_write_own", lambda *a: (time.sleep(0.3), write_own(*a))[1])
+    sizes = {"hidden_size": 32, "num_layers": 1, "rounds": 1, "folder": str(tmp_path)}
+    with process_group("cpu") as world:
+        sync, beside = save_stall.measure(world, {"engine": "ddp", **sizes})
+    assert beside["stall_seconds"]["p50"] < 0.3 <= sync["stall_seconds"]["p50"]
+    assert min(sync["write_seconds"]["p50"], beside["write_seconds"]["p50"]) >= 0.3
 
 
 @pytest.mark.usefixtures("few_texts")

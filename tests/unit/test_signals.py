@@ -9,6 +9,8 @@ import threading
 
 import pytest
 
+from pixelrag.distributed.env import process_group
+from pixelrag.distributed.interrupt import Interrupted, interruptible, stop_point
 from pixelrag.train.signals import STOP_SIGNALS, StopRequest
 
 
@@ -66,6 +68,19 @@ def test_the_same_signal_again_ends_the_process_by_it(signum):
     assert done.returncode == -signum
 
 
+def test_long_work_ends_at_its_stop_points_where_it_may():
+    asked = [None]
+    with process_group("cpu"):
+        with interruptible(lambda: asked[0]):
+            stop_point()
+            asked[0] = "SIGTERM"
+            with interruptible(None):
+                stop_point()
+            with pytest.raises(Interrupted, match=r"^SIGTERM$"):
+                stop_point()
+        stop_point()
+
+
 def test_importing_needs_no_torch():
     code = "import sys, pixelrag.train.signals; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
@@ -76,9 +91,11 @@ def test_stop_file(tmp_path):
         assert stop.requested() is None
         (tmp_path / "STOP").touch()
         assert stop.requested() == f"STOP file {tmp_path / 'STOP'}"
-        stop.clear_stop_file()
-        assert stop.requested() is None
-        stop.clear_stop_file()
+        for checkpoint in (None, tmp_path / "checkpoint-1"):
+            stop.obeyed("STOP", checkpoint)
+            assert stop.requested() is None
+            told = f"STOP\n{checkpoint or 'no checkpoint'}\n"
+            assert (tmp_path / "PREEMPTED").read_text() == told
 
 
 def test_outside_the_main_thread_the_stop_file_still_works(tmp_path, caplog):

@@ -112,6 +112,14 @@ def test_torn_lines_in_the_middle_are_named(tmp_path, caplog):
     assert not (tmp_path / "none.jsonl").exists()
 
 
+def test_an_evaluation_that_is_due_again_loses_its_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    records = [{"step": s, f"{kind}/loss": 0} for s in (1, 2, 3) for kind in ("train", "eval")]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    truncate_after(path, 2, evaluation_due=True)
+    assert lines(path) == records[:3]
+
+
 def test_a_full_disk_stops_the_run_and_leaves_whole_lines(tmp_path):
     script = f"""
         import resource

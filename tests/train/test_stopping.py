@@ -1,0 +1,105 @@
+"""Being asked to stop: by a signal or a file, while loading, training, evaluating or indexing."""
+
+import json
+
+import pytest
+
+from pixelrag.train.checkpoint import verify_dir
+from tests.distributed.rag_runs import flags, make_material
+from tests.train import nursery
+from tests.train.material import assert_equal_runs, command, lines_of, merged
+
+pytestmark = pytest.mark.distributed
+
+STOPPED_AT = "tests.train.faults:signal_at_stop_point"
+ENCODE = "pixelrag.retrieval.encode"
+
+
+@pytest.mark.parametrize(
+    ("engine", "fault", "step"),
+    [
+        ("ddp", {"setup": "tests.train.faults:signal_self", "payload": {"batch": 9}}, 5),
+        # Queries are encoded, documents not yet.
+        ("zero3", {"setup": STOPPED_AT, "payload": {"module": ENCODE, "call": 2}}, 2),
+    ],
+)
+def test_sigterm_saves_and_resumes(start, tmp_path, engine, fault, step):
+    """One rank of two gets the signal, in the middle of a step, or of an evaluation."""
+    settings = {"engine": {"name": engine}, "ema": {"decay": 0.7, "start_step": 1}}
+    start("straight", settings, nproc=2).wait().check()
+    stopped = tmp_path / "stopped"
+    fault["payload"]["rank"] = 1
+    ended = start("stopped", settings, nproc=2, **fault).wait().check()
+    assert f"stopped at step {step} of 6: SIGTERM (rank 1)" in ended.outputs[0]
+    assert ended.outputs[1] == ""
+    checkpoint = stopped / f"checkpoint-{step}"
+    assert (stopped / "PREEMPTED").read_text() == f"SIGTERM (rank 1)\n{checkpoint}\n"
+    verify_dir(checkpoint)
+    assert not (stopped / "last").exists()
+    was_evaluated = json.loads((stopped / "metrics.jsonl").read_text().splitlines()[-1])
+    assert ("eval/loss" in was_evaluated) == (engine == "ddp")
+    start("stopped", settings, nproc=2).wait().check()
+    assert not (stopped / "PREEMPTED").exists()
+    assert_equal_runs(stopped, tmp_path / "straight")
+
+
+def test_a_run_that_is_still_loading_stops(start, tmp_path):
+    """With nothing to save, and nothing to go on from."""
+    code = {"checkpoint": {"preempted_exit_code": 75}}
+    fault = {"module": "pixelrag.train.run_state", "call": 1, "rank": 1}
+    ended = start("run", code, nproc=2, setup=STOPPED_AT, payload=fault).wait()
+    assert ended.codes == [75, 75]
+    assert "stopped before training began: SIGTERM (rank 1)" in ended.outputs[0]
+    assert ended.outputs[1] == ""
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["PREEMPTED"]
+
+
+def test_a_distillation_stops_in_its_evaluation(lesson, tmp_path):
+    often = {"eval": {"every_steps": 1, "batch_size": 1}}
+    for name in ("straight", "stopped"):
+        config = merged(lesson, often, {"output_dir": str(tmp_path / name)})
+        arguments = command(tmp_path, config, "distill")
+        if name == "stopped":
+            fault = {"module": "pixelrag.train.distill_eval", "call": 2}
+            ended = nursery.run(arguments, setup=STOPPED_AT, payload=fault).check()
+            assert "stopped at step 1 of 3: SIGTERM" in ended.text
+        nursery.run(arguments).check()
+    assert lines_of(tmp_path / "stopped") == lines_of(tmp_path / "straight")
+
+
+def test_a_stop_file_stops_with_the_code_that_the_user_chose(start, tmp_path):
+    """One that appears in a step, and one that is there from the start."""
+    code = {"checkpoint": {"preempted_exit_code": 75}}
+    stop, fault = tmp_path / "run" / "STOP", {"setup": "tests.train.faults:touch"}
+    ended = start("run", code, nproc=2, **fault, payload={"path": str(stop), "batch": 1}).wait()
+    assert ended.codes == [75, 75]
+    assert "stopped at step 1 of 6: STOP file" in ended.outputs[0]
+    assert not stop.exists()
+    assert (tmp_path / "run" / "checkpoint-1").is_dir()
+    stop.touch()
+    ended = start("run", code, nproc=2).wait()
+    assert ended.codes == [75, 75]
+    assert "stopped before training began: STOP file" in ended.outputs[0]
+    assert not stop.exists()
+    assert (tmp_path / "run" / "PREEMPTED").read_text().splitlines() == [
+        f"STOP file {stop}",
+        str(tmp_path / "run" / "checkpoint-1"),
+    ]
+
+
+def test_a_rag_run_stops_while_it_indexes_and_while_it_answers(tmp_path):
+    make_material(tmp_path)
+    run = tmp_path / "run"
+    arguments = ["rag", *flags(tmp_path, run), "--optim.max_steps=1", "--checkpoint.every_steps=1"]
+
+    fault = {"module": "pixelrag.retrieval.switch", "call": 1}
+    ended = nursery.run(arguments, setup=STOPPED_AT, payload=fault).check()
+    assert "stopped before training began: SIGTERM" in ended.text
+    assert (run / "PREEMPTED").read_text() == "SIGTERM\nno checkpoint\n"
+    assert (run / "index" / "gen-000001.part" / "work" / "spec.json").exists()
+
+    fault = {"module": "pixelrag.train.rag_eval", "call": 1}
+    ended = nursery.run(arguments, setup=STOPPED_AT, payload=fault).check()
+    assert "stopped at step 1 of 1: SIGTERM" in ended.text
+    assert len(lines_of(run)) == 1
+    assert json.loads((run / "checkpoint-1" / "state.json").read_text())["evaluation_due"]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 import json
+import math
 import os
 import platform
+import random
 import subprocess
 import sys
 import tempfile
@@ -13,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -21,6 +24,7 @@ from torch import nn
 from pixelrag.config.parts import ModelConfig
 from pixelrag.data.schema import Document, PairRow
 from pixelrag.demo.code_search import build_code_search
+from pixelrag.demo.functions import read_library
 from pixelrag.engine import Engine, build_engine
 from pixelrag.models import Preprocessor, load_embedder
 from pixelrag.models.biencoder import BiEncoder
@@ -45,15 +49,40 @@ def code_search_pairs(num_rows: int) -> tuple[list[str], list[str]]:
     return [row["query"] for row in rows], [row["passage"] for row in rows]
 
 
-def load_biencoder(max_length: int, model: str = MODEL) -> tuple[BiEncoder, Preprocessor]:
+def long_tail_pairs(num_rows: int) -> tuple[list[str], list[str]]:
+    """Whole docstrings, and the functions that they describe, most of them short and some long.
+
+    Functions of the running interpreter's standard library, chosen so that the lengths of their
+    sources follow a log-normal distribution (median 220 characters, sigma 1); deterministic.
+
+    Args:
+        num_rows: how many.
+    """
+    left = sorted(read_library().functions, key=lambda f: (len(f.source), f.file, f.name))
+    draw = random.Random(0)
+    rows = []
+    for _ in range(num_rows):
+        wanted = draw.lognormvariate(math.log(220), 1.0)
+        place = bisect.bisect_left(left, wanted, key=lambda f: len(f.source))
+        rows.append(left.pop(min(place, len(left) - 1)))
+    return [row.docstring for row in rows], [row.source for row in rows]
+
+
+def load_biencoder(
+    max_length: int, model: str = MODEL, *, unpadded: bool | Literal["auto"] = "auto"
+) -> tuple[BiEncoder, Preprocessor]:
     """A pretrained encoder as the contrastive job holds it, in training mode, dropout on.
 
     Args:
         max_length: tokens of a query and of a document, at most.
         model: see `model.name_or_path`.
+        unpadded: see `model.unpadded`.
     """
     config = ModelConfig(
-        name_or_path=model, query_max_length=max_length, document_max_length=max_length
+        name_or_path=model,
+        query_max_length=max_length,
+        document_max_length=max_length,
+        unpadded=unpadded,
     )
     embedder, preprocessor = load_embedder(config)
     return BiEncoder(embedder).train(), preprocessor

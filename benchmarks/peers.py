@@ -1,11 +1,13 @@
 """GradCache here against other implementations of it, on the same model, texts, batch and chunk.
 
     python -m benchmarks.peers --batch 256 --chunk 16
+    python -m benchmarks.peers --texts long-tail --max-length 256
 
 A step is: tokenise texts, forward without graph, loss, replay, clip, AdamW. Candidates:
 
 pixelrag               PairCollator, split_batch, gradcache_step over the ddp engine, engine.step
-pixelrag-unsorted      the same without the collator's sorting by length
+pixelrag-padded        the same with model.unpadded false
+pixelrag-unsorted      the same, padded, without the collator's sorting by length
 sentence-transformers  SentenceTransformer.preprocess, CachedMultipleNegativesRankingLoss
 gradcache              the package of that name (pip install --no-deps gradcache), where installed
 gradcache-trimmed      the same with split_batch in place of its own splitting
@@ -24,8 +26,9 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -73,9 +76,9 @@ class Candidate:
         self.update()
 
 
-def pixelrag_candidate(work: Workload) -> Candidate:
+def pixelrag_candidate(work: Workload, *, unpadded: bool | Literal["auto"] = "auto") -> Candidate:
     """This project's path as the contrastive job runs it, on one process."""
-    module, preprocessor = common.load_biencoder(work.max_length, work.model)
+    module, preprocessor = common.load_biencoder(work.max_length, work.model, unpadded=unpadded)
     engine = common.ddp_engine(module)
     collator = PairCollator(common.pair_rows(work.queries, work.documents), preprocessor)
     indices = list(range(len(work.queries)))
@@ -92,7 +95,7 @@ def pixelrag_candidate(work: Workload) -> Candidate:
 
 def unsorted_candidate(work: Workload) -> Candidate:
     """The same with rows in the order of the batch, which is how the others chunk them."""
-    module, preprocessor = common.load_biencoder(work.max_length, work.model)
+    module, preprocessor = common.load_biencoder(work.max_length, work.model, unpadded=False)
     engine = common.ddp_engine(module)
     positive_B = torch.arange(len(work.queries))
 
@@ -130,7 +133,7 @@ def gradcache_candidate(work: Workload, split: Callable | None = None) -> Candid
     Its own splitting keeps the whole batch's padding in every chunk; ``split`` replaces it.
     """
     grad_cache = import_gradcache()
-    module, preprocessor = common.load_biencoder(work.max_length, work.model)
+    module, preprocessor = common.load_biencoder(work.max_length, work.model, unpadded=False)
     contrastive = grad_cache.SimpleContrastiveLoss()
     cache = grad_cache.GradCache(
         models=[module.encoder, module.encoder],
@@ -187,16 +190,37 @@ def _plain_update(module: nn.Module) -> Callable[[], None]:
 
 CANDIDATES: dict[str, Callable[[Workload], Candidate]] = {
     OURS: pixelrag_candidate,
+    "pixelrag-padded": partial(pixelrag_candidate, unpadded=False),
     "pixelrag-unsorted": unsorted_candidate,
     "sentence-transformers": sentence_transformers_candidate,
     "gradcache": gradcache_candidate,
     "gradcache-trimmed": trimmed_gradcache_candidate,
 }
+# Where texts come from, by the name of a function of `common`.
+TEXTS = {"code-search": "code_search_pairs", "long-tail": "long_tail_pairs"}
 _NEEDS = {
     "sentence-transformers": "sentence_transformers",
     "gradcache": "gradcache",
     "gradcache-trimmed": "gradcache",
 }
+
+
+def token_lengths(work: Workload) -> dict[str, dict[str, float]]:
+    """Mean, median and longest text of each side, in tokens, as the model reads them."""
+    _, preprocessor = common.load_biencoder(work.max_length, work.model)
+    sides = {
+        "queries": preprocessor.queries(work.queries),
+        "documents": preprocessor.documents(common.as_documents(work.documents)),
+    }
+    found = {}
+    for name, inputs in sides.items():
+        length_B = inputs["attention_mask"].sum(1).float()
+        found[name] = {
+            "mean": round(length_B.mean().item(), 1),
+            "median": length_B.median().item(),
+            "longest": length_B.max().item(),
+        }
+    return found
 
 
 def installed() -> list[str]:
@@ -283,6 +307,7 @@ def measure_time(
             "candidate": name,
             "seconds": common.spread(took.wall),
             "cpu_seconds": common.spread(took.cpu),
+            "rows_per_second": common.spread([len(work.queries) / s for s in took.wall]),
             "ours_over_this": common.ratios(taken[OURS], took),
             "rounds": rounds,
             **same[name],
@@ -295,6 +320,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the comparison and write it down."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers")
     parser.add_argument("--batch", type=int, default=256, help="rows of a batch")
+    parser.add_argument("--texts", choices=list(TEXTS), default="code-search", help="what to embed")
     parser.add_argument("--chunk", type=int, default=16, help="rows of a chunk")
     parser.add_argument("--max-length", type=int, default=128, help="tokens of a text, at most")
     parser.add_argument("--rounds", type=int, default=10, help="measured steps of each")
@@ -306,7 +332,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--memory-of", choices=list(CANDIDATES), help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.threads)
-    queries, documents = common.code_search_pairs(arguments.batch)
+    queries, documents = getattr(common, TEXTS[arguments.texts])(arguments.batch)
     work = Workload(queries, documents, arguments.chunk, arguments.max_length, arguments.model)
     with process_group("cpu"):
         if arguments.memory_of:
@@ -323,12 +349,13 @@ def _compare(arguments: argparse.Namespace, work: Workload) -> None:
             raise SystemExit(f"not installed here: {', '.join(absent)}")
         names = [name for name in names if name == OURS or name in arguments.only]
     settings = {
-        name: getattr(arguments, name) for name in ("batch", "chunk", "max_length", "threads")
+        name: getattr(arguments, name)
+        for name in ("texts", "batch", "chunk", "max_length", "threads")
     }
     results = common.Results(
         arguments.output, arguments.threads, ["benchmarks.peers", *sys.argv[1:]]
     )
-    results.add({"kind": "workload", "texts": "code search, standard library", **settings})
+    results.add({"kind": "workload", **settings, "tokens": token_lengths(work)})
     for name in sorted(set(CANDIDATES) - set(names)):
         results.add(
             {"kind": "left out", "candidate": name, "why": "not installed or not asked for"}

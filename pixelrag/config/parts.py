@@ -21,6 +21,8 @@ class ModelConfig(Section):
     """Take the architecture of config.json alone, with fresh weights."""
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
     """auto: flash_attention_2 on CUDA where it is installed, else sdpa."""
+    unpadded: bool | Literal["auto"] = "auto"
+    """Compute no padding tokens; auto: where a self-test before the first batch shows no change."""
     pooling: Literal["auto", "mean", "cls", "last"] = "auto"
     """auto: what the model's folder says, else mean for encoders, last for decoders."""
     query_instruction: str | None = None

@@ -54,6 +54,8 @@ class RagConfig(JobConfig):
             for part in ("question_encoder", "document_encoder", "generator")
             for option in ("attention", "gradient_checkpointing")
         ),
+        "question_encoder.unpadded",
+        "document_encoder.unpadded",
         "batch.question_chunk_size",
         "batch.document_chunk_size",
         "batch.generator_chunk_size",

@@ -2,9 +2,9 @@
 
 A mask over a packed row computes the square of the row and throws most of it away. Here each
 document is attended to by itself: on CUDA in bf16 through PyTorch's variable-length kernel, which
-needs no further package, else by one call a document. `register` makes it an attention
-implementation of transformers, which then builds no mask at all: the bounds that come along with
-the call are the only source of isolation.
+needs no further package, else by one call for neighbours of one length. `register` makes it an
+attention implementation of transformers, which then builds no mask at all: the bounds that come
+along with the call are the only source of isolation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger("pixelrag")
 VARLEN = "pixelrag_varlen"
 """Its name among transformers' attention implementations."""
 
-# Kinds of layers whose attention is causal over the document, within a window or not.
+# Kinds of layers that attend to the whole document, within a window or not.
 _PLAIN_LAYERS = {"full_attention", "sliding_attention"}
 # Arguments of other implementations that would change the result if they were left out.
 _UNKNOWN = ("s_aux", "sinks", "position_bias", "head_mask", "alibi", "attention_bias")
@@ -66,7 +66,7 @@ def choose_causal_attention(
     Raises:
         ModelError: an explicit request that cannot be met.
     """
-    obstacle = _varlen_obstacle(model_class, config)
+    obstacle = varlen_obstacle(model_class, config)
     if requested == "varlen":
         if obstacle is not None:
             raise ModelError(
@@ -87,7 +87,13 @@ def choose_causal_attention(
     return chosen
 
 
-def _varlen_obstacle(model_class: type | None, config: Any) -> str | None:
+def varlen_obstacle(model_class: type | None, config: Any) -> str | None:
+    """Why the attention of a model cannot be `document_attention`; None = it can.
+
+    Args:
+        model_class: the transformers class; None when unknown (remote code).
+        config: the model's configuration.
+    """
     if not getattr(model_class, "_supports_attention_backend", False):
         name = "a model of remote code" if model_class is None else model_class.__name__
         return f"{name} does not go through transformers' attention interface"
@@ -109,21 +115,23 @@ def document_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    is_causal: bool | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within each document, in the form transformers expects.
+    """Attention within each document, in the form transformers expects.
 
     Args:
-        module: the attention layer; only named in messages.
+        module: the attention layer; named in messages.
         query_BHTD: queries of H heads.
         key_BKTD, value_BKTD: keys and values of K heads, H a multiple of K.
         attention_mask: must be None.
         scaling: of the scores; None = 1 / sqrt(D).
         dropout: probability on attention weights.
-        sliding_window: see only so many tokens, the own one included.
+        sliding_window: see only so many tokens, the own one included; to both sides if not causal.
         softcap: cap * tanh(score / cap) before the soft-max.
+        is_causal: a token sees nothing behind it; None = as the layer's own `is_causal` says.
         cu_seq_lens_q: where documents begin and end in the flattened rows, 0 to B * T, int32 on the
             device; a bound stands between any two rows. A tensor, as compiled layers would be
             compiled anew for every other tuple of numbers.
@@ -147,6 +155,7 @@ def document_attention(
         raise ModelError(
             f"{name}: varlen attention got {got}; it runs through pixelrag's CausalLM only"
         )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     batch, heads, length, width = query_BHTD.shape
     scale = 1 / math.sqrt(width) if scaling is None else scaling
     # [tokens, heads, D]: documents are slices of the flattened rows.
@@ -160,18 +169,27 @@ def document_attention(
     if _kernel_takes(query, value, dropout, softcap):
         from torch.nn.attention.varlen import varlen_attn
 
+        reach = -1 if sliding_window is None else sliding_window - 1
         out = varlen_attn(
             query, key, value, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q,
             scale=scale,
-            window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+            window_size=(reach, 0 if causal else reach),
             enable_gqa=key.shape[1] != heads,
         )  # fmt: skip
         return out.unflatten(0, (batch, length)), None
+    # Neighbours of one length go through one call.
     sizes = [stop - start for start, stop in itertools.pairwise(cu_seq_lens_q.tolist())]
+    alike = [(size, len(list(same))) for size, same in itertools.groupby(sizes) if size]
+    tokens = [size * number for size, number in alike]
     parts = [
-        _one(q, k, v, scale, dropout, sliding_window, softcap)
-        for q, k, v in zip(*(x.split(sizes) for x in (query, key, value)), strict=True)
-    ]
+        _equally_long(
+            *(x.unflatten(0, (-1, size)).transpose(1, 2) for x in (q, k, v)),
+            scale, dropout, sliding_window, softcap, causal,
+        )
+        for (size, _), q, k, v in zip(
+            alike, *(x.split(tokens) for x in (query, key, value)), strict=True
+        )
+    ]  # fmt: skip
     return torch.cat(parts).unflatten(0, (batch, length)), None
 
 
@@ -183,33 +201,35 @@ def _kernel_takes(
     return query.is_cuda and half and plain
 
 
-def _one(
-    query_THD: torch.Tensor,
-    key_TKD: torch.Tensor,
-    value_TKD: torch.Tensor,
+def _equally_long(
+    query_NHTD: torch.Tensor,
+    key_NKTD: torch.Tensor,
+    value_NKTD: torch.Tensor,
     scale: float,
     dropout: float,
     window: int | None,
     softcap: float | None,
+    causal: bool,
 ) -> torch.Tensor:
-    """Attention of one document, [T, H, D]."""
-    length, heads = query_THD.shape[:2]
-    shared = heads // key_TKD.shape[1]
-    query, key, value = (x.transpose(0, 1) for x in (query_THD, key_TKD, value_TKD))
+    """Attention of N documents of T tokens, [N * T, H, D]."""
+    length, query, key, value = query_NHTD.shape[2], query_NHTD, key_NKTD, value_NKTD
+    shared = query.shape[1] // key.shape[1]
     limited = window is not None and length > window
     if softcap is None and not limited:
         out = F.scaled_dot_product_attention(
-            query[None], key[None], value[None],
-            dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=shared > 1,
+            query, key, value,
+            dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=shared > 1,
         )  # fmt: skip
-        return out[0].transpose(0, 1)
-    key, value = key.repeat_interleave(shared, 0), value.repeat_interleave(shared, 0)
+        return out.transpose(1, 2).flatten(0, 1)
+    key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
     age = torch.arange(length, device=query.device)
     age = age[:, None] - age
-    seen = (age >= 0) & (age < window) if limited else age >= 0
-    scores = query @ key.transpose(1, 2) * scale
+    seen = age >= 0 if causal else torch.ones_like(age, dtype=torch.bool)
+    if limited:
+        seen &= age.abs() < window
+    scores = query @ key.transpose(2, 3) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~seen, float("-inf"))
     weights = F.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
-    return (F.dropout(weights, dropout) @ value).transpose(0, 1)
+    return (F.dropout(weights, dropout) @ value).transpose(1, 2).flatten(0, 1)

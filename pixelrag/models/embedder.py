@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from pixelrag.errors import ModelError
 from pixelrag.models.blocks import checkpoint_blocks, transformer_blocks
 from pixelrag.models.pooling import PoolingMode, embeddings
 from pixelrag.models.precision import keep_float64
+from pixelrag.models.unpadded import Layout, first_position, prepare, try_out
 from pixelrag.models.vision_touch import VisionTouch
 
 
@@ -38,6 +40,8 @@ class Embedder(nn.Module):
         pooling: as given.
         normalize: as given.
         has_vision: whether it takes `pixel_values`.
+        unpadded: whether padding is left out of the computation; None = the first forward will
+            find out. See `leave_padding_out`.
     """
 
     def __init__(
@@ -49,6 +53,9 @@ class Embedder(nn.Module):
         self.normalize = normalize
         model = self.base_model
         self.has_vision = model.config.model_type == "qwen3_vl"
+        self.unpadded: bool | None = False
+        self._required = False
+        self._first_position = first_position(model)
         self._touch: VisionTouch | None = None
         self._takes_positions = False
         if self.has_vision:
@@ -102,23 +109,63 @@ class Embedder(nn.Module):
         Raises:
             ModelError: images for a text model.
         """
-        inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
         has_images = pixel_values is not None and len(pixel_values) > 0
-        if self.has_vision:
-            grid = image_grid_thw if has_images else None
-            inputs["position_ids"] = self._rope_positions(input_ids, attention_mask, grid)
-            if has_images:
-                inputs |= {"pixel_values": pixel_values, "image_grid_thw": image_grid_thw}
-        elif has_images:
+        if has_images and not self.has_vision:
             raise ModelError(f"{type(self.base_model).__name__} takes no images, got pixel_values")
-        elif self._takes_positions:
-            inputs["position_ids"] = _text_positions(attention_mask)
+        images: dict[str, Any] = {}
+        if has_images:
+            images = {"pixel_values": pixel_values, "image_grid_thw": image_grid_thw}
         touch = touch_vision and self.has_vision and not has_images
-        with keep_float64(self._dtype()), self._armed(touch):
-            output = self.backbone(**inputs, return_dict=True)
-            return embeddings(
-                output.last_hidden_state, attention_mask, self.pooling, normalize=self.normalize
-            )
+        with keep_float64(self._dtype()):
+            if self.unpadded is None:
+                self.unpadded = try_out(self._text_model(), self._states, required=self._required)
+            with self._armed(touch):
+                hidden_BTD = self._states(input_ids, attention_mask, self.unpadded, images)
+            return embeddings(hidden_BTD, attention_mask, self.pooling, normalize=self.normalize)
+
+    def _states(
+        self,
+        input_ids: torch.Tensor,
+        mask_BT: torch.Tensor,
+        unpadded: bool,
+        images: Mapping[str, Any] = MappingProxyType({}),
+    ) -> torch.Tensor:
+        """Final states [B, T, D]; without padding those of padding are zeros."""
+        positions = None
+        if self.has_vision:
+            positions = self._rope_positions(input_ids, mask_BT, images.get("image_grid_thw"))
+        elif self._takes_positions:
+            positions = _text_positions(mask_BT)
+        inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": mask_BT}
+        if unpadded:
+            layout = Layout.of(mask_BT, keep_order=bool(images))
+            inputs = layout.attention_arguments(self._text_model().config._attn_implementation)
+            inputs["input_ids"] = layout.take(input_ids)
+            if positions is None:
+                positions = (layout.position_N + self._first_position)[None]
+            else:
+                positions = layout.take(positions)
+        if positions is not None:
+            inputs["position_ids"] = positions
+        hidden = self.backbone(**inputs, **images, return_dict=True).last_hidden_state
+        return layout.spread(hidden) if unpadded else hidden
+
+    def leave_padding_out(self, *, required: bool = False) -> None:
+        """Compute real tokens only, if the first forward shows that this changes nothing.
+
+        Args:
+            required: raise where it cannot be done, instead of going on with padding.
+
+        Raises:
+            ModelError: it is required, and the architecture or the attention stands against it.
+        """
+        self._required = required
+        accepts = "position_ids" in inspect.signature(self.base_model.forward).parameters
+        fits = prepare(self._text_model(), takes_positions=accepts, required=required)
+        self.unpadded = None if fits else False
+
+    def _text_model(self) -> PreTrainedModel:
+        return self.base_model.language_model if self.has_vision else self.base_model
 
     def blocks(self) -> list[nn.Module]:
         """The units to shard or checkpoint, outermost, in the order of the forward pass:

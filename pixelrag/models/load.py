@@ -103,6 +103,8 @@ def load_embedder(
     if normalize is None:
         normalize = saved_settings(source).get("normalize", not is_dpr)
     embedder = Embedder(backbone, pooling, normalize=normalize)
+    if model_cfg.unpadded is not False:
+        embedder.leave_padding_out(required=model_cfg.unpadded is True)
     if model_cfg.gradient_checkpointing:
         embedder.enable_gradient_checkpointing()
     _report(embedder, preprocessor, source)

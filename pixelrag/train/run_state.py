@@ -51,6 +51,7 @@ _IDENTITY = (
 # configuration names its own beside them.
 _ADAPTABLE = (
     "model.attention",
+    "model.unpadded",
     "model.gradient_checkpointing",
     "batch.chunk_size",
     # The sampler insists on the global batch, which stays when the world is another.

@@ -63,7 +63,7 @@ def model_folder(folder: Path, dropout: bool) -> Path:
 
 
 def load_biencoder(
-    folder: Path, training: str, dropout: bool, dtype: torch.dtype
+    folder: Path, training: str, dropout: bool, dtype: torch.dtype, *, unpadded: bool = True
 ) -> tuple[BiEncoder, Preprocessor]:
     """Load the container of a case; equal arguments give equal numbers in any dtype.
 
@@ -73,10 +73,12 @@ def load_biencoder(
             or ``lora and unfrozen`` (adapters on the text part, vision tower and merger whole).
         dropout: attention dropout 0.2, and LoRA dropout 0.2.
         dtype: float32, or float64 for the reference.
+        unpadded: compute no padding.
     """
     lora, unfrozen = _TRAINING[training]
     lora = lora.model_copy(update={"dropout": 0.2 if dropout else 0.0})
-    model = RetrieverConfig(name_or_path=str(model_folder(folder, dropout)), unfrozen=unfrozen)
+    name = str(model_folder(folder, dropout))
+    model = RetrieverConfig(name_or_path=name, unfrozen=unfrozen, unpadded=unpadded)
     embedder, preprocessor = load_embedder(model, lora, dtype=dtype)
     _randomise_adapters(embedder)
     container = BiEncoder(embedder, temperature=_TEMPERATURE)

@@ -102,7 +102,10 @@ class Oracle:
     def _model(self, case: Case):
         key = (case.training, case.dropout)
         if key not in self._models:
-            self._models[key] = load_biencoder(self._folder, *key, torch.float64)
+            # Padding is computed here, unless that would draw other numbers for dropout.
+            self._models[key] = load_biencoder(
+                self._folder, *key, torch.float64, unpadded=case.dropout
+            )
         return self._models[key]
 
 

@@ -152,6 +152,15 @@ def test_peers_compute_the_same_gradient(tiny_models):
     assert all(r["gradient_error"] < peers.SAME_WORK for r in rows)
 
 
+def test_long_tailed_texts_are_the_same_each_time_and_mostly_short():
+    queries, documents = common.long_tail_pairs(300)
+    assert (queries, documents) == common.long_tail_pairs(300)
+    assert len(set(documents)) == 300
+    lengths = sorted(map(len, documents))
+    assert 180 < lengths[150] < 270
+    assert lengths[270] > 3 * lengths[150]
+
+
 @pytest.mark.usefixtures("few_texts")
 def test_peers_notices_other_work(tiny_models):
     model = str(tiny_models["bert"])

@@ -43,9 +43,14 @@ FAMILIES: dict[str, tuple[str, dict[str, object], int, str]] = {
         66,
         "mean",
     ),
-    "modernbert": ("ModernBertConfig", SIZES | {"pad_token_id": 0}, 66, "mean"),
+    "modernbert": (
+        "ModernBertConfig",
+        SIZES | {"pad_token_id": 0, "local_attention": 8},
+        66,
+        "mean",
+    ),
     "llama": ("LlamaConfig", DECODER, 66, "last"),
-    "mistral": ("MistralConfig", DECODER, 66, "last"),
+    "mistral": ("MistralConfig", DECODER | {"sliding_window": 8}, 66, "last"),
     "opt": (
         "OPTConfig",
         {
@@ -64,6 +69,8 @@ FAMILIES: dict[str, tuple[str, dict[str, object], int, str]] = {
     "qwen2": ("Qwen2Config", DECODER, 66, "last"),
     "gemma3_text": ("Gemma3TextConfig", DECODER, 66, "last"),
 }
+# Their attention is their own, with a bias by distance.
+PADDED = {"mpnet", "deberta-v2"}
 TEXTS = ["how do I read a file?", "sort", "count the words in a long list of lines of text"]
 
 
@@ -95,9 +102,22 @@ def test_family(folder: Path, kind: str, tmp_path: Path) -> None:
     together = embedder(**batch)
     alone = torch.cat([embedder(**preprocessor.documents([Document.of_text(t)])) for t in TEXTS])
     torch.testing.assert_close(together[:3], alone, rtol=0, atol=1e-9)
-    (together * torch.arange(together.numel()).reshape(together.shape).cos()).sum().backward()
+    weights = torch.arange(together.numel()).reshape(together.shape).cos()
+    (together * weights).sum().backward()
     unused = [n for n, p in embedder.named_parameters() if p.grad is None]
     assert unused == []
+
+    assert embedder.unpadded == (kind not in PADDED)
+    padded, _ = load_embedder(
+        ModelConfig(name_or_path=str(folder), unpadded=False), dtype=torch.float64
+    )
+    expected = padded.eval()(**batch)
+    assert (together - expected).norm() / expected.norm() < 1e-10
+    (expected * weights).sum().backward()
+    mine, theirs = (
+        torch.cat([p.grad.flatten() for p in model.parameters()]) for model in (embedder, padded)
+    )
+    assert (mine - theirs).norm() / theirs.norm() < 1e-10
 
     lora, _ = load_embedder(config, LoraConfig(enabled=True))
     adapted = [n for n, m in lora.named_modules() if isinstance(m, nn.Linear) and "lora_A" in n]

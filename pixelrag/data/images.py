@@ -127,6 +127,18 @@ def _check_block(paths: Sequence[Path]) -> list[str | None]:
     return [check_image(path) for path in paths]
 
 
+def count_pixels(paths: Sequence[Path], workers: int | None = None) -> dict[Path, int]:
+    """Width times height of images that `check_images` has found to be whole, by their headers."""
+    workers = workers or min(16, os.cpu_count() or 1)
+    with strict_decoding(), ThreadPoolExecutor(workers, "pixelrag-images") as pool:
+        return dict(zip(paths, pool.map(_pixels, paths), strict=True))
+
+
+def _pixels(path: Path) -> int:
+    with Image.open(image_source(path), formats=FORMATS) as image:
+        return image.width * image.height
+
+
 @contextlib.contextmanager
 def image_progress_bar(description: str = "Opening images") -> Iterator[Progress]:
     """A rich progress bar on standard error for `check_images`; draws nothing off a terminal."""

@@ -2,9 +2,11 @@
 
 An order (`pixelrag.data.orders`) names the rows of a global batch by its number; mostly an epoch is
 a permutation of all rows that depends on (seed, epoch) alone. A rank's part is a slice of the
-batch. So any batch of any epoch can be named without walking there: resuming costs one permutation,
-and may go on with another number of processes. This matters more than usual here, since in
-contrastive training a row's loss depends on which other rows are in its batch.
+batch; or, where the rows' costs are known, as many rows as that, of about equal cost on all ranks:
+what is summed over a batch does not depend on who holds which row. So any batch of any epoch can be
+named without walking there: resuming costs one permutation, and may go on with another number of
+processes. This matters more than usual here, since in contrastive training a row's loss depends on
+which other rows are in its batch.
 """
 
 import logging
@@ -14,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pixelrag.data.balance import share_out
 from pixelrag.data.orders import BatchOrder, PooledOrder
 from pixelrag.errors import CheckpointError, ConfigError, DataError
 
@@ -35,6 +38,7 @@ class GlobalBatchSampler:
         drop_last: leave out an epoch's last batch if it is smaller than the others.
         order: names the rows of each batch; None = a `PooledOrder` of the arguments above, which
             it must have been made of.
+        costs: of each row, above 0, equal on all ranks, [num_rows]; None = ranks get slices.
 
     Raises:
         ConfigError: the batch is smaller than the world, or an argument is out of its range.
@@ -51,6 +55,7 @@ class GlobalBatchSampler:
         drop_last: bool = False,
         *,
         order: BatchOrder | None = None,
+        costs: NDArray[np.float64] | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ConfigError(f"rank {rank} is not one of {world_size} (expected 0 to world - 1)")
@@ -88,6 +93,7 @@ class GlobalBatchSampler:
         self.drop_last = drop_last
         self.position = 0
         """Global batches served so far, over all epochs."""
+        self._costs = costs
         self.order = order or PooledOrder(num_rows, global_batch_size, seed, drop_last=drop_last)
 
     @property
@@ -112,8 +118,16 @@ class GlobalBatchSampler:
         return self.order.batch(position)
 
     def local_batch(self, position: int) -> list[int]:
-        """This rank's part of a global batch: contiguous, sizes and order as `np.array_split`."""
+        """This rank's part of a global batch, in the order of the batch.
+
+        Without costs contiguous, in sizes and order as `np.array_split`; with them shared out by
+        `share_out`, no rank having more rows than without.
+        """
         rows = self.global_batch(position)
+        if self._costs is not None and self.world_size > 1:
+            most = -(-len(rows) // self.world_size)
+            shares = share_out(self._costs[rows], self.world_size, most)
+            return rows[shares[self.rank][0]].tolist()
         share, extra = divmod(len(rows), self.world_size)
         start = self.rank * share + min(self.rank, extra)
         return rows[start : start + share + (self.rank < extra)].tolist()

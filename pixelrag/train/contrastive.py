@@ -40,7 +40,7 @@ from pixelrag.train.job import (
     worded_disk_errors,
 )
 from pixelrag.train.loop import Loop
-from pixelrag.train.pair_sampler import build_sampler, open_training_rows
+from pixelrag.train.pair_sampler import build_sampler, estimate_costs, open_training_rows
 from pixelrag.train.run_state import RunState, is_allowed, load_optimizer, load_start
 from pixelrag.train.signals import StopRequest
 from pixelrag.train.start import go_on, run_job
@@ -65,8 +65,9 @@ def train(
     checkpoint = from_main(lambda: checkpoint_of(config))
     rows = open_training_rows(config)
     held_out = open_held_out(config)
+    costs = estimate_costs(config, rows, world)
     with together():
-        sampler, total_steps = build_sampler(config, rows, world)
+        sampler, total_steps = build_sampler(config, rows, world, costs)
     state, ended = go_on(
         config,
         checkpoint,

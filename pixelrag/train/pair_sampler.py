@@ -6,8 +6,13 @@ import itertools
 import logging
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pixelrag.config.contrastive import ContrastiveConfig
+from pixelrag.data.costs import images_of, row_costs
 from pixelrag.data.files import data_files, files_of
+from pixelrag.data.images import count_pixels
 from pixelrag.data.orders import BatchOrder, HomogeneousOrder, PooledOrder, ProportionalOrder
 from pixelrag.data.pairs import PairDataset, images_in_text
 from pixelrag.data.sampler import GlobalBatchSampler
@@ -64,9 +69,18 @@ def open_training_rows(config: ContrastiveConfig) -> TrainingRows:
 
 
 def build_sampler(
-    config: ContrastiveConfig, rows: TrainingRows, world: World
+    config: ContrastiveConfig,
+    rows: TrainingRows,
+    world: World,
+    costs: NDArray[np.float64] | None = None,
 ) -> tuple[GlobalBatchSampler, int]:
     """The sampler that ``data`` describes, and the optimizer steps of the whole run.
+
+    Args:
+        config: the job's configuration.
+        rows: as `open_training_rows` returned them.
+        world: this process's place.
+        costs: as `estimate_costs` returned them.
 
     Raises:
         ConfigError, DataError: the data are too few for the batch or the weights.
@@ -106,8 +120,28 @@ def build_sampler(
         config.seed,
         data.drop_last,
         order=order,
+        costs=costs,
     )
     return sampler, steps
+
+
+def estimate_costs(
+    config: ContrastiveConfig, rows: TrainingRows, world: World
+) -> NDArray[np.float64] | None:
+    """Of every row, by which ranks share a batch; None for one rank. A collective."""
+    if world.world_size == 1:
+        return None
+    dataset, model = rows.dataset, config.model
+    # Of images the headers are read: by one process, as all of them would ask one file system.
+    return from_main(
+        lambda: row_costs(
+            dataset.rows,
+            count_pixels(images_of(dataset)),
+            query_max_length=model.query_max_length,
+            document_max_length=model.document_max_length,
+            max_visual_tokens=model.max_visual_tokens,
+        )
+    )
 
 
 def _main_order(config: ContrastiveConfig, rows: TrainingRows, batch_size: int) -> BatchOrder:

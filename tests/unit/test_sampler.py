@@ -68,6 +68,40 @@ def test_local_parts_are_near_equal_in_the_order_of_array_split(setup):
 
 
 @given(setups(), st.data())
+def test_with_costs_every_row_has_one_rank_and_no_rank_more_rows_than_before(setup, data):
+    rows, batch, world, seed, drop_last = setup
+    costs = np.array(data.draw(st.lists(st.floats(0.1, 1e4), min_size=rows, max_size=rows)))
+    samplers = [
+        GlobalBatchSampler(rows, batch, rank, world, seed, drop_last, costs=costs)
+        for rank in range(world)
+    ]
+    for position in range(2 * samplers[0].batches_per_epoch):
+        expected = samplers[0].global_batch(position).tolist()
+        parts = [sampler.local_batch(position) for sampler in samplers]
+        assert sorted(row for part in parts for row in part) == sorted(expected)
+        for part in parts:
+            assert part == [row for row in expected if row in part]
+            assert len(part) <= -(-len(expected) // world)
+            assert part or len(expected) < world
+        if len(expected) % world == 0:
+            assert {len(part) for part in parts} == {len(expected) // world}
+
+
+def test_costs_are_spread_over_ranks():
+    """Long-tailed costs: the costliest rank waits for nobody, whichever rows meet in a batch."""
+    costs = np.exp(np.random.default_rng(0).normal(size=4096))
+    worst = {}
+    for name, known in (("slices", None), ("shared out", costs)):
+        samplers = [GlobalBatchSampler(4096, 256, rank, 8, costs=known) for rank in range(8)]
+        loads = np.array(
+            [[costs[sampler.local_batch(p)].sum() for sampler in samplers] for p in range(16)]
+        )
+        worst[name] = (loads.max(1) / loads.mean(1)).mean()
+    assert worst["slices"] > 1.2
+    assert worst["shared out"] < 1.01
+
+
+@given(setups(), st.data())
 def test_resumed_anywhere_equals_uninterrupted_on_any_world(setup, data):
     rows, batch, _, seed, drop_last = setup
     reference = GlobalBatchSampler(rows, batch, 0, 1, seed, drop_last)

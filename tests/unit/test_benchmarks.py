@@ -152,9 +152,15 @@ def test_peers_compute_the_same_gradient(tiny_models):
     assert all(r["gradient_error"] < peers.SAME_WORK for r in rows)
 
 
-def test_long_tailed_texts_are_the_same_each_time_and_mostly_short():
+def test_long_tailed_texts_are_the_same_each_time_and_mostly_short(monkeypatch):
+    functions = [
+        SimpleNamespace(file="a.py", name=str(i), source=f"{i:04d}" + "x" * i, docstring=f"{i}")
+        for i in range(3000)
+    ]
+    monkeypatch.setattr(common, "read_library", lambda: SimpleNamespace(functions=functions))
     queries, documents = common.long_tail_pairs(300)
     assert (queries, documents) == common.long_tail_pairs(300)
+    assert [int(query) for query in queries] == [int(text[:4]) for text in documents]
     assert len(set(documents)) == 300
     lengths = sorted(map(len, documents))
     assert 180 < lengths[150] < 270

@@ -22,6 +22,8 @@ def _load(folder: Path, *, lora: bool = False, checkpointing: bool = False) -> L
     for name, parameter in embedder.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1)
+    with torch.no_grad():
+        embedder(**preprocessor.queries(["the first batch tries itself without padding"]))
     return embedder, preprocessor
 
 

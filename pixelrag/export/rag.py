@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from pixelrag.export.causal import export_causal
+from pixelrag.export.folder import MAX_SHARD_SIZE
 from pixelrag.export.hf import export_embedder
 from pixelrag.models.generator_prompt import GeneratorPreprocessor
 from pixelrag.models.preprocess import Preprocessor
@@ -24,6 +25,8 @@ def export_rag(
     *,
     temperature: float,
     dtype: torch.dtype = torch.float32,
+    encoder_dtype: torch.dtype = torch.float32,
+    max_shard_size: str = MAX_SHARD_SIZE,
 ) -> Path:
     """Write `question_encoder/`, `document_encoder/` (unless shared) and `generator/`.
 
@@ -37,6 +40,8 @@ def export_rag(
         folder: where to; what earlier exports wrote there is replaced, part by part.
         temperature: of the scores.
         dtype: of the generator's written weights.
+        encoder_dtype: of the encoders'.
+        max_shard_size: as for `export_embedder`.
 
     Raises:
         CheckpointError: see `export_embedder` and `export_causal`.
@@ -46,11 +51,15 @@ def export_rag(
     for name, prepare in (("question_encoder", queries), ("document_encoder", documents)):
         encoder = getattr(model, name)
         if encoder is not None:
-            export_embedder(encoder, prepare, parts[name], folder / name, temperature=temperature)
+            export_embedder(
+                encoder, prepare, parts[name], folder / name, temperature=temperature,
+                dtype=encoder_dtype, max_shard_size=max_shard_size,
+            )  # fmt: skip
     weights = _part(state_dict, "generator")
     export_causal(
-        model.generator, generator, weights, folder / "generator", dtype=dtype, kind="generator"
-    )
+        model.generator, generator, weights, folder / "generator",
+        dtype=dtype, kind="generator", max_shard_size=max_shard_size,
+    )  # fmt: skip
     return folder
 
 

@@ -219,8 +219,12 @@ def _export_generator(
         return
     parts = build_parts(config.model_copy(update={"engine": engine}))
     load_parameters(checkpoint, parts.container)
+    for encoder in (parts.container.question_encoder, parts.container.document_encoder):
+        if encoder is not None and isinstance(encoder.backbone, PeftModel):
+            encoder.backbone = encoder.backbone.merge_and_unload()
     state: dict[str, Any] = parts.container.state_dict()
     export_rag(
         parts.container, parts.queries, parts.documents, parts.generator, state, output,
-        temperature=1.0 / float(scale_from_log(state["logit_scale.log_scale"])), dtype=dtype,
+        temperature=1.0 / float(scale_from_log(state["logit_scale.log_scale"])),
+        dtype=dtype, encoder_dtype=dtype, max_shard_size=max_shard_size,
     )  # fmt: skip

@@ -229,6 +229,35 @@ def embed_at_the_end(payload: dict[str, Any]) -> None:
     _before(loop.Loop, "_finish", embed)
 
 
+def answer_at_the_end(payload: dict[str, Any]) -> None:
+    """No fault: what a RAG run's own models make of texts at its end goes to `file`."""
+    from pixelrag.data.schema import Document
+
+    def look(job: Any, *_: Any) -> None:
+        engine, parts = job._task.engine, job._task._parts
+        texts, passages = payload["questions"], job._task._data.passages
+        chosen = [passages[row] for row in range(len(texts))]
+        names = ["-"] * len(texts)
+        reading = parts.generator.pairs(texts, chosen, payload["answers"], names)
+        prompts = parts.generator.prompts(texts, chosen, names)
+        ids = parts.generator.tokenizer
+        with engine.inference():
+            found = {
+                "query": engine("query", **parts.queries.queries(texts))[0],
+                "document": engine(
+                    "document", **parts.documents.documents([Document.of_text(t) for t in texts])
+                )[0],
+                "log_probs": engine("reading", **reading)[0],
+                "written": engine(
+                    "write", max_new_tokens=6, end_token_id=ids.eos_token_id,
+                    pad_token_id=ids.pad_token_id, **prompts,
+                )[0],
+            }  # fmt: skip
+        torch.save(found | {"inputs": reading}, payload["file"])
+
+    _before(loop.Loop, "_finish", look)
+
+
 def full_record(payload: dict[str, Any]) -> None:
     """The disk has no room for any line of metrics.jsonl."""
 

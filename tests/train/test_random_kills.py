@@ -1,16 +1,19 @@
-"""Two jobs are killed at random moments; what comes out is what an undisturbed run gives.
+"""Each job is killed at random moments; what comes out is what an undisturbed run gives.
 
 The moments are spread over CPU time, so that they fall alike on a slow and on a fast machine: into
-loading, steps, evaluation, saving beside the steps, and exporting.
+loading, steps, evaluation, saving beside the steps, exporting, and the building of an index.
 """
 
 import random
 import signal
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
+from pixelrag.retrieval.generations import Generations
+from tests.distributed import rag_runs
 from tests.train import nursery
 from tests.train.material import command, lines_of, merged, text_rows, write_jsonl
 
@@ -29,7 +32,9 @@ def _survives(
     *,
     nproc: int = 1,
     num_kills: int = NUM_KILLS,
+    but: Collection[str] = (),
 ) -> None:
+    """Kill a run between so many CPU seconds after its start; figures named in `but` may differ."""
     nursery.run([*arguments, f"--output_dir={straight}"], nproc=nproc).check()
     draw = random.Random(20)
     for _ in range(num_kills):
@@ -38,7 +43,7 @@ def _survives(
         job = nursery.start([*arguments, f"--output_dir={killed}"], nproc=nproc, **options)
         assert job.wait_for_one() == -signal.SIGPROF, job.outputs()  # else: give it more steps
     nursery.run([*arguments, f"--output_dir={killed}"], nproc=nproc).check()
-    assert _figures(killed) == _figures(straight)
+    assert _figures(killed, but) == _figures(straight, but)
     for name in ("last", "best"):
         mine, theirs = ((run / name).rglob("*.safetensors") for run in (killed, straight))
         for one, other in zip(sorted(mine), sorted(theirs), strict=True):
@@ -47,9 +52,10 @@ def _survives(
             assert all(a[key].equal(b[key]) for key in b), one
 
 
-def _figures(run: Path) -> list[dict]:
+def _figures(run: Path, but: Collection[str]) -> list[dict]:
     """What was logged at each step; of steps done twice, the last time."""
-    return list({(r["step"], tuple(r)): r for r in lines_of(run)}.values())
+    last = {(r["step"], tuple(r)): r for r in lines_of(run)}.values()
+    return [{name: value for name, value in row.items() if name not in but} for row in last]
 
 
 def test_contrastive(base, shelf, tmp_path):
@@ -87,3 +93,23 @@ def test_two_ranks_that_share_the_state(base, shelf, tmp_path):
 def test_distill(lesson, tmp_path):
     arguments = [*command(tmp_path, merged(lesson, {"optim": {"max_steps": 60}}), "distill")]
     _survives([*arguments, *OFTEN], tmp_path / "straight", tmp_path / "killed", (0.2, 0.8))
+
+
+def test_rag(tmp_path):
+    rag_runs.make_material(tmp_path)
+    arguments = [
+        "rag",
+        *rag_runs.flags(tmp_path, tmp_path / "run"),
+        "--batch.per_device_batch_size=8",
+        "--optim.max_steps=60",
+        "--refresh.every_steps=25",
+        "--refresh.deterministic_lag=3",
+    ]
+    # A run that is killed before its first checkpoint numbers its generations on.
+    attempts = ("index/generation", "index/refreshing")
+    killed = tmp_path / "killed"
+    _survives([*arguments, *OFTEN], tmp_path / "straight", killed, (0.1, 0.5), but=attempts)
+    generations = Generations(killed / "index")
+    kept = [generations.open(number).manifest for number in generations.numbers()]
+    assert [manifest.step for manifest in kept][-2:] == [25, 50]
+    assert all(0 <= manifest.validation["training_parity"] < 1e-5 for manifest in kept)

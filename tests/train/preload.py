@@ -34,6 +34,7 @@ for _name in (
     "transformers.models.t5.modeling_t5",
     "PIL.PngImagePlugin",
     "torch._dynamo",
+    "faiss",
 ):
     importlib.import_module(_name)
 torch.set_num_threads(1)

@@ -37,6 +37,7 @@ def export_causal(
     kind: str = "causal",
     ema_decay: float | None = None,
     max_shard_size: str = MAX_SHARD_SIZE,
+    card: str | None = None,
 ) -> Path:
     """Write the folder; call it on one rank.
 
@@ -50,7 +51,7 @@ def export_causal(
         folder: where to; a folder that an earlier export wrote is replaced.
         dtype: of the written weights.
         kind: of model, for `pixelrag.json`.
-        ema_decay, max_shard_size: as for `export_embedder`.
+        ema_decay, max_shard_size, card: as for `export_embedder`.
 
     Returns:
         The folder.
@@ -72,6 +73,8 @@ def export_causal(
             twin.save_pretrained(part, state_dict=weights, max_shard_size=max_shard_size)
             tokenizer.save_pretrained(part)
         (part / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        if card is not None:
+            (part / "README.md").write_text(card, encoding="utf-8")
     return folder
 
 

@@ -33,6 +33,12 @@ from transformers import AutoModel, AutoTokenizer
 model = AutoModel.from_pretrained("{folder}")
 # Pooling, instructions and lengths: pixelrag.json
 """,
+    "causal": """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{folder}")
+tokenizer = AutoTokenizer.from_pretrained("{folder}")
+""",
 }
 _LIBRARY = {"sentence-transformers": "sentence-transformers", "adapter": "peft"}
 
@@ -75,7 +81,7 @@ def model_card(
 
     Args:
         name: the exported folder's.
-        form: sentence-transformers, adapter, or hf for any other whole model.
+        form: sentence-transformers, adapter, causal, or hf for any other whole encoder.
         base: the model that the training started from.
         run: what is known of the training.
         has_vision: whether documents may be images.

@@ -212,9 +212,11 @@ def _export_generator(
         tokenizer = load_tokenizer(
             student_source(config.student), trust_remote_code=config.student.trust_remote_code
         )
+        base, run = student_source(config.student), run_of(checkpoint)
+        card = model_card(output.name, "causal", base, run, has_vision=False)
         export_causal(
             student, tokenizer, student.state_dict(), output,
-            dtype=dtype, ema_decay=decay, max_shard_size=max_shard_size,
+            dtype=dtype, ema_decay=decay, max_shard_size=max_shard_size, card=card,
         )  # fmt: skip
         return
     parts = build_parts(config.model_copy(update={"engine": engine}))

@@ -35,7 +35,7 @@ def run_of(checkpoint: Path) -> RunFacts:
     record = _record_of(checkpoint.resolve().name, records, metric, summary.get("step"))
     return RunFacts(
         checkpoint=str(checkpoint),
-        base=config.get("model", {}).get("name_or_path"),
+        base=(config.get("model") or config.get("student") or {}).get("name_or_path"),
         step=record.get("step", state.get("step") if own else None),
         data=tuple(config.get("data", {}).get("train", ())),
         data_fingerprint=state.get("position", {}).get("data"),

@@ -151,6 +151,16 @@ def test_a_distilled_student(lesson, tmp_path):
     found = load_file(folder / "model.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+    card = (folder / "README.md").read_text()
+    record = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][-1]
+    for told in (
+        f"Trained with pixelrag from `{lesson['student']['name_or_path']}`",
+        "step 3",
+        'AutoModelForCausalLM.from_pretrained("out")',
+        lesson["data"]["train"],
+        f"| eval/kd_loss | {record['eval/kd_loss']:.4f} |",
+    ):
+        assert told in card, told
 
 
 @pytest.mark.parametrize(

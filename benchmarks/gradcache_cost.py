@@ -2,10 +2,12 @@
 
     python -m benchmarks.gradcache_cost
 
-Three ways to compute a gradient, each followed by clipping and AdamW:
+Five ways to compute a gradient, each followed by clipping and AdamW:
 
 plain       the whole batch at once: one forward with graph, one backward
 gradcache   the same gradient in chunks: forward without graph, forward with graph, backward
+half-kept   the same with `batch.replay`'s kept graphs: half of the chunks run forward once only
+kept        the same where every chunk does (`batch.replay: none`)
 chunks      forward and backward chunk by chunk from a gradient given at the start; not a training
             step, but GradCache's work without its first pass
 
@@ -20,6 +22,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +32,12 @@ from benchmarks import common
 from pixelrag.distributed.env import process_group
 from pixelrag.engine import Engine
 from pixelrag.gradcache import gradcache_step, split_batch
+from pixelrag.gradcache.keep import Keeper
 from pixelrag.losses.contrastive import Objective, contrastive_loss, whole_batch
 from pixelrag.losses.temperature import scale_from_log
 from pixelrag.models.biencoder import BiEncoder
 
-WAYS = ("plain", "gradcache", "chunks")
+WAYS = ("plain", "gradcache", "half-kept", "kept", "chunks")
 Batch = dict[str, torch.Tensor]
 
 
@@ -50,7 +54,14 @@ def equal_rows(module: BiEncoder, num_rows: int, tokens: int) -> Batch:
 
 def step_of(way: str, engine: Engine, batch: int, chunk: int, tokens: int) -> Callable[[], None]:
     """One whole step of the given way over ``batch`` queries and as many documents."""
-    run = {"plain": _plain, "gradcache": _gradcache, "chunks": _chunks}[way]
+    half = -(-batch // chunk)  # of the queries' and documents' chunks together
+    run = {
+        "plain": _plain,
+        "gradcache": _gradcache,
+        "half-kept": partial(_gradcache, keeper=Keeper(half)),
+        "kept": partial(_gradcache, keeper=Keeper("none")),
+        "chunks": _chunks,
+    }[way]
     queries, documents = (equal_rows(engine.module, batch, tokens) for _ in range(2))
 
     def step() -> None:
@@ -60,9 +71,12 @@ def step_of(way: str, engine: Engine, batch: int, chunk: int, tokens: int) -> Ca
     return step
 
 
-def _gradcache(engine: Engine, queries: Batch, documents: Batch, chunk: int) -> None:
+def _gradcache(
+    engine: Engine, queries: Batch, documents: Batch, chunk: int, keeper: Keeper | None = None
+) -> None:
     positive_B = torch.arange(len(queries["attention_mask"]))
-    gradcache_step(engine, split_batch(queries, chunk), split_batch(documents, chunk), positive_B)
+    chunks = split_batch(queries, chunk), split_batch(documents, chunk)
+    gradcache_step(engine, *chunks, positive_B, keeper=keeper)
 
 
 def _plain(engine: Engine, queries: Batch, documents: Batch, chunk: int) -> None:
@@ -105,7 +119,7 @@ def measure_memory(way: str, batch: int, chunk: int, tokens: int, model: str) ->
 def measure_time(
     batch: int, chunk: int, tokens: int, model: str, *, rounds: int, warmup: int
 ) -> list[dict[str, Any]]:
-    """Times of the three ways in turns, and GradCache's ratio to each."""
+    """Times of all ways in turns, GradCache's ratio to each, and each one's to the plain step."""
     module, _ = common.load_biencoder(tokens, model)
     engine = common.ddp_engine(module)
     taken = common.interleaved(
@@ -121,6 +135,7 @@ def measure_time(
             "seconds": common.spread(took.wall),
             "cpu_seconds": common.spread(took.cpu),
             "gradcache_over_this": common.ratios(taken["gradcache"], took),
+            "over_plain": common.ratios(took, taken["plain"]),
             "rounds": rounds,
         }
         for way, took in taken.items()
@@ -131,7 +146,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the measurement and write it down."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gradcache_cost")
     parser.add_argument("--batches", type=int, nargs="+", default=[64, 128, 256, 512, 1024])
-    parser.add_argument("--plain-up-to", type=int, default=256, help="largest batch run plainly")
+    parser.add_argument(
+        "--plain-up-to", type=int, default=256, help="largest batch that keeps graphs"
+    )
     parser.add_argument("--time-batch", type=int, default=64, help="batch whose steps are timed")
     parser.add_argument("--chunk", type=int, default=16, help="rows of a chunk")
     parser.add_argument("--tokens", type=int, default=32, help="tokens of every row")
@@ -155,9 +172,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             arguments.time_batch, *fixed, rounds=arguments.rounds, warmup=arguments.warmup
         ):
             results.add(row)
-    for way in ("gradcache", "plain"):
+    for way in ("gradcache", "half-kept", "kept", "plain"):
         for batch in arguments.batches:
-            if way == "plain" and batch > arguments.plain_up_to:
+            if way != "gradcache" and batch > arguments.plain_up_to:
                 continue
             options = ["--memory-of", way, "--batches", batch, "--chunk", arguments.chunk]
             options += ["--tokens", arguments.tokens, "--threads", arguments.threads]

@@ -53,14 +53,16 @@ def conditions(rows: Rows) -> str:
 
 def gradcache_cost(rows: Rows) -> str:
     """Times and memory of `benchmarks.gradcache_cost`."""
+    compared = {"gradcache_over_this": ("gradcache / this", "the same, cpu")}
+    if all("over_plain" in row for row in of_kind(rows, "time")):
+        compared["over_plain"] = ("this / plain", "that, cpu")
     times = [
         (
             row["way"],
             row["batch"],
             _percentiles(row["seconds"]),
             _percentiles(row["cpu_seconds"]),
-            _percentiles(row["gradcache_over_this"]["wall"]),
-            _percentiles(row["gradcache_over_this"]["cpu"]),
+            *(_percentiles(row[key][clock]) for key in compared for clock in ("wall", "cpu")),
         )
         for row in of_kind(rows, "time")
     ]
@@ -68,7 +70,13 @@ def gradcache_cost(rows: Rows) -> str:
         (row["way"], row["batch"], row["above_base_mib"], row["peak_mib"])
         for row in of_kind(rows, "memory")
     ]
-    head = ("way", "batch", "seconds", "cpu seconds", "gradcache / this", "the same, cpu")
+    head = (
+        "way",
+        "batch",
+        "seconds",
+        "cpu seconds",
+        *(w for pair in compared.values() for w in pair),
+    )
     return "\n\n".join(
         [table(head, times), table(("way", "batch", "MiB above base", "peak MiB"), memory)]
     )

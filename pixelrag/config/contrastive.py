@@ -1,8 +1,9 @@
 """The contrastive job's configuration, and the rules that span its sections."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import MappingProxyType
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
@@ -56,8 +57,19 @@ class BatchConfig(GlobalBatches):
     """Rows of a global batch on any number of ranks, in place of per_device_batch_size."""
     gradient_accumulation_steps: int = Field(1, ge=1)
     """Global batches (each with its own negatives) to an optimizer step."""
-    chunk_size: int = Field(16, ge=1)
-    """Rows that go through the model at once: sets the memory, never the gradient (GradCache)."""
+    chunk_size: Annotated[int, Field(ge=1)] | Literal["auto"] = 16
+    """Rows at once through the model: the memory, never the gradient; auto: by chunk_tokens."""
+    chunk_tokens: int | None = Field(None, ge=1)
+    """Tokens and patches of a chunk under chunk_size auto; null = as many as memory allows."""
+    replay: Literal["auto", "all", "none"] = "all"
+    """Which chunks run twice: all; none, their graphs being kept; auto: what memory cannot keep."""
+
+    @property
+    def chunks(self) -> str:
+        """How large chunks are, in words."""
+        if self.chunk_size != "auto":
+            return str(self.chunk_size)
+        return f"{self.chunk_tokens or 'as many as fit'} tokens and patches"
 
 
 class RetrieverOptimConfig(OptimConfig):
@@ -96,6 +108,8 @@ class ContrastiveConfig(JobConfig):
     """Folder of the run: metrics, checkpoints, exported models."""
     seed: int = Field(0, ge=0, lt=2**32)
     """Seed of data order, dropout and fresh weights."""
+    train: list[Literal["query", "document"]] = Field(["query", "document"], min_length=1)
+    """What is trained; [query]: documents keep the vectors that model.name_or_path gives them."""
     model: RetrieverConfig
     lora: LoraConfig = LoraConfig()
     data: DataConfig
@@ -118,8 +132,49 @@ class ContrastiveConfig(JobConfig):
         yield from ema_conflicts(self.ema, self.optim)
         yield from lora_conflicts(self.lora)
         yield from _unfrozen_conflicts(self)
+        if self.batch.chunk_tokens is not None and self.batch.chunk_size != "auto":
+            yield Conflict(
+                ("batch.chunk_tokens", "batch.chunk_size"),
+                got=f"batch.chunk_tokens {self.batch.chunk_tokens} with batch.chunk_size "
+                f"{self.batch.chunk_size}, which counts rows",
+                remedy="set batch.chunk_size auto, or batch.chunk_tokens null",
+            )
         yield from loss_conflicts(self.loss)
         yield from resume_conflicts(self)
+        yield from _query_side_conflicts(self)
+
+    @property
+    def document_model(self) -> str | None:
+        """The model that embeds documents, where only queries are trained."""
+        if "document" in self.train:
+            return None
+        path = Path(self.model.name_or_path)  # a folder shall be found from elsewhere, too
+        return str(path.resolve()) if path.is_dir() else str(self.model.name_or_path)
+
+
+def _query_side_conflicts(config: ContrastiveConfig) -> Iterator[Conflict]:
+    """Documents must be embedded by what `model.name_or_path` alone names, then and later."""
+    if "query" not in config.train:
+        yield Conflict(
+            ("train",),
+            got="train without query; one model embeds both sides, and queries are asked of it",
+            remedy="set train to [query, document] or [query]",
+        )
+    if "document" in config.train:
+        return
+    others = {
+        "model.adapter": config.model.adapter,
+        "model.training_state": config.model.training_state,
+        "model.random_init": config.model.random_init or None,
+        "checkpoint.init_from": config.checkpoint.init_from,
+    }
+    for name in (name for name, value in others.items() if value is not None):
+        yield Conflict(
+            ("train", name),
+            got=f"train [query] with {name}, so that model.name_or_path does not name the model "
+            "that embeds documents",
+            remedy=f"name an export of that model in model.name_or_path, and leave {name} out",
+        )
 
 
 def _unfrozen_conflicts(config: ContrastiveConfig) -> Iterator[Conflict]:

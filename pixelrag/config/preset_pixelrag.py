@@ -84,8 +84,10 @@ ALIASES: dict[str, Alias] = {
     "model": _to("model.name_or_path"),
     "output_dir": _to("output_dir"),
     "resume": Alias(),
-    "mode": _no("only the standard mode, one tower for queries and documents", "standard"),
-    "query_side_backward": _no("only the standard mode, which has no such choice", "direct"),
+    "mode": _no("leave it out; `--train=query` trains queries alone", "standard"),
+    "query_side_backward": _no(
+        "leave it out; `--batch.replay=none` is the direct way, `all` GradCache's", "direct"
+    ),
     "debug_trace": _no("leave it out; a hang is reported with the ranks it waits for", num_words=0),
     "gpu_id": _no("set CUDA_VISIBLE_DEVICES"),
     "train_jsonl": _to("data.train"),

@@ -121,8 +121,12 @@ def nearest(path: str, valid: Iterable[str]) -> str | None:
 
 def describe(field: FieldInfo) -> str:
     """What a field accepts, in words: `an integer of 1 or more, or null`."""
+    return _type_in_words(field.annotation, _bounds(field.metadata))
+
+
+def _bounds(metadata: Iterable[Any]) -> str:
     bounds = ""
-    for item in field.metadata:
+    for item in metadata:
         if isinstance(item, annotated_types.Ge):
             bounds += f" of {_number(item.ge)} or more"
         elif isinstance(item, annotated_types.Gt):
@@ -133,7 +137,7 @@ def describe(field: FieldInfo) -> str:
             bounds += f"{' and' if bounds else ' of'} at most {_number(item.le)}"
         elif isinstance(item, annotated_types.MinLen):
             bounds += " that is not empty"
-    return _type_in_words(field.annotation, bounds)
+    return bounds
 
 
 def _number(value: Any) -> str:
@@ -146,6 +150,10 @@ def _type_in_words(annotation: Any, bounds: str = "") -> str:
         return " or ".join(
             "null" if member is type(None) else _type_in_words(member, bounds) for member in members
         )
+    if origin is typing.Annotated:  # a member of a union with bounds of its own
+        return _type_in_words(members[0], _bounds(members[1].metadata))
+    if origin is typing.Literal and len(members) == 1:
+        return str(members[0])
     if origin is typing.Literal:
         return "one of " + ", ".join(str(member) for member in members)
     if origin is list:
@@ -165,6 +173,7 @@ def problems_of(
     Conflicts that involve a path of `ignore` are left out: they would follow from another mistake.
     """
     options, sections = options_of(config_class), sections_of(config_class)
+    told: set[str] = set()
     for error in errors:
         if error["type"] == "conflicts":
             for conflict in error["ctx"]["conflicts"]:
@@ -181,7 +190,8 @@ def problems_of(
         elif error["type"] == "missing":
             expected = describe(options[path]) if path in options else "a section"
             yield Problem(path, f"missing, expected {expected}", None, f"--{path} VALUE")
-        else:
+        elif full not in told:  # a union has an error for each of its members
+            told.add(full)
             yield Problem(full, _got_expected(error, options.get(path)), where)
 
 
@@ -220,7 +230,7 @@ def _got_expected(error: ErrorDetails, field: FieldInfo | None) -> str:
     if error["type"] == "finite_number":
         return got + "a finite number"
     expected = "a section of options" if field is None else describe(field)
-    if error["type"] == "literal_error" and isinstance(error["input"], str):
+    if isinstance(error["input"], str):
         choices = [str(member) for member in _choices(field.annotation)] if field else []
         close = difflib.get_close_matches(error["input"], choices, n=1, cutoff=0.6)
         return got + expected + (f"; did you mean {close[0]}?" if close else "")

@@ -56,6 +56,9 @@ class Engine(ABC):
         device: where batches belong.
         touches_every_chunk: True where every forward must use the same submodules, chunk after
             chunk, for parameters to stay resident (ZeRO-3 records one trace).
+        keeps_graphs: False where a submodule's forward loses count of an earlier one that has not
+            gone backward yet.
+        num_steps: calls of ``step`` since the engine was built.
     """
 
     name: str
@@ -63,6 +66,7 @@ class Engine(ABC):
     optimizer: torch.optim.Optimizer
     shards_parameters = False
     touches_every_chunk = False
+    keeps_graphs = True
 
     def __init__(self, module: nn.Module, device: torch.device, grad_sync: str) -> None:
         self.module = module
@@ -73,6 +77,7 @@ class Engine(ABC):
         self._trace: ForwardTrace | None = None
         self._started = False  # a backward of this step has run
         self._finished = False
+        self.num_steps = 0
         check_container(module)
 
     def __call__(self, role: str, **batch: Any) -> Any:
@@ -123,6 +128,7 @@ class Engine(ABC):
             )
         norm = self._step(max_norm or None)
         self._started = self._finished = False
+        self.num_steps += 1
         return norm
 
     @abstractmethod

@@ -94,6 +94,8 @@ class DeepSpeedEngine(Engine):
         self.shards_parameters = stage == 3
         # ZeRO-3 records one trace of submodules and drops resident parameters when it changes.
         self.touches_every_chunk = stage == 3 and resident
+        # Stage 3 counts, in each submodule, the backwards to come, and anew in every forward.
+        self.keeps_graphs = stage != 3
         self._deepspeed = import_deepspeed(device)
         broadcast_from_rank0(module)
         self.optimizer = self.build_optimizer(optimizer_factory)

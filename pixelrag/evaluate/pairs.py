@@ -16,7 +16,6 @@ from pixelrag.data.content import content_of
 from pixelrag.data.pairs import corpus_of
 from pixelrag.data.schema import Document, PairRow
 from pixelrag.distributed.together import together
-from pixelrag.engine.base import Engine
 from pixelrag.errors import DataError
 from pixelrag.evaluate.ranking import (
     best_documents,
@@ -109,16 +108,16 @@ class PairEvaluator:
 
     def __call__(
         self,
-        engine: Engine,
+        engine: Encoder,
         scale: torch.Tensor,
         bias: torch.Tensor | None = None,
         *,
         run_depth: int = 0,
     ) -> PairEvaluation:
-        """Evaluate the engine's module; a collective.
+        """Evaluate what the engine holds; a collective.
 
         Args:
-            engine: holds a ``BiEncoder``.
+            engine: holds a ``BiEncoder``, or stands for two towers.
             scale: [1], 1 / temperature, for the loss.
             bias: [1], of siglip.
             run_depth: documents to name of each query's ranking; needs ``retrieval``.

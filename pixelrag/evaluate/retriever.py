@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import torch
 
 from pixelrag.config.tile_questions import TileQuestionOptions
-from pixelrag.engine.base import Engine
 from pixelrag.evaluate.compare import Measured
 from pixelrag.evaluate.pairs import PairEvaluator
 from pixelrag.evaluate.runs import Qrels, Run
 from pixelrag.evaluate.tile_answers import GradedAnswer, TileAnswerer, answer_all, answer_figures
 from pixelrag.evaluate.tiles import TileEvaluator
+from pixelrag.retrieval.encode import Encoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class RetrieverEvaluator:
 
     def __call__(
         self,
-        engine: Engine,
+        engine: Encoder,
         scale: torch.Tensor,
         bias: torch.Tensor | None = None,
         *,
@@ -74,7 +74,7 @@ class RetrieverEvaluator:
             self._ask(engine, found)
         return found
 
-    def _ask(self, engine: Engine, found: RetrieverEvaluation) -> None:
+    def _ask(self, engine: Encoder, found: RetrieverEvaluation) -> None:
         tile_set = self._tiles.tile_set
         tiles = self._tiles(engine, depth=self._depth)
         found.figures.update(tiles.figures)

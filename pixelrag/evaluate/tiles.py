@@ -12,12 +12,11 @@ import numpy as np
 
 from pixelrag.data.tile_questions import TileSet
 from pixelrag.distributed.together import together
-from pixelrag.engine.base import Engine
 from pixelrag.errors import DataError
 from pixelrag.evaluate.pairs import document_length
 from pixelrag.evaluate.ranking import best_documents, rank_relevant, reciprocal_rank, summarize
 from pixelrag.models.preprocess import Preprocessor
-from pixelrag.retrieval.encode import encode
+from pixelrag.retrieval.encode import Encoder, encode
 
 KS = (1, 5, 10)
 
@@ -59,7 +58,7 @@ class TileEvaluator:
         self._preprocessor = preprocessor
         self._batch_size = batch_size
 
-    def __call__(self, engine: Engine, *, depth: int = 1) -> TileEvaluation:
+    def __call__(self, engine: Encoder, *, depth: int = 1) -> TileEvaluation:
         """Evaluate the engine's module; a collective.
 
         Args:

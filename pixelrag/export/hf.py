@@ -45,6 +45,7 @@ def export_embedder(
     temperature: float,
     bias: float | None = None,
     ema_decay: float | None = None,
+    document_encoder: str | None = None,
     dtype: torch.dtype = torch.float32,
     max_shard_size: str = MAX_SHARD_SIZE,
     card: str | None = None,
@@ -63,6 +64,8 @@ def export_embedder(
         temperature: the trained temperature, for `pixelrag.json`.
         bias: the trained bias of a sigmoid loss, for the same file; None = there is none.
         ema_decay: where the weights are a moving average, its decay, for the same file.
+        document_encoder: the model that embeds documents, where this one was trained for queries
+            alone; for the same file. None = this one.
         dtype: of the written weights.
         max_shard_size: weights of a whole model beyond this are several files and an index; as
             much is held in memory a second time while it is written.
@@ -93,6 +96,8 @@ def export_embedder(
         settings = _settings(embedder, preprocessor, temperature)
         settings |= {} if bias is None else {"bias": bias}
         settings |= {} if ema_decay is None else {"ema_decay": ema_decay}
+        if document_encoder is not None:
+            settings |= {"trained": ["query"], "document_encoder": document_encoder}
         text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
         (part / SETTINGS_FILE).write_text(text, encoding="utf-8")
         if card is not None:

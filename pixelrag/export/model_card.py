@@ -76,6 +76,7 @@ def model_card(
     *,
     has_vision: bool,
     ema_decay: float | None = None,
+    document_encoder: str | None = None,
 ) -> str:
     """The card as Markdown, with the metadata that model hubs read in front.
 
@@ -86,6 +87,7 @@ def model_card(
         run: what is known of the training.
         has_vision: whether documents may be images.
         ema_decay: where the weights are a moving average over the steps, its decay.
+        document_encoder: the model that embeds documents, where this one embeds queries alone.
     """
     licence = licence_of(base)
     from_hub = base.location == base.name  # neither a folder nor a package
@@ -109,6 +111,12 @@ def model_card(
             f" The weights are an exponential moving average over the steps, decay {ema_decay:g}."
         )
     parts = [f"# {name}", f"{origin} {of_licence}", f"```python\n{use}```"]
+    if document_encoder is not None:
+        parts.insert(
+            1,
+            f"**This model embeds queries only.** Documents belong to `{document_encoder}`, which "
+            "was not trained: an index that it built stays valid.",
+        )
     if run.data:
         fingerprint = run.data_fingerprint or "not recorded"
         files = "\n".join(f"- `{file}`" for file in run.data)

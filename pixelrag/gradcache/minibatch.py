@@ -1,4 +1,4 @@
-"""Cuts a batch of model inputs into chunks of rows.
+"""Cuts a batch of model inputs into chunks of rows, by their number or by their size.
 
 Row-aligned tensors are sliced. ``pixel_values`` is flat, all patches of all images one after the
 other, and is cut where ``image_grid_thw`` says that a row's images end. Padding that no row of a
@@ -8,7 +8,8 @@ longest row costs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import torch
 
@@ -38,10 +39,53 @@ def split_batch(
     if chunk_size < 1:
         raise ValueError(f"chunk_size: got {chunk_size}, expected at least 1")
     num_rows = len(inputs["attention_mask"])
-    images = _ImageRows(inputs) if inputs.get("pixel_values") is not None else None
+    return _cut(inputs, [*range(0, num_rows, chunk_size), num_rows], _images_of(inputs))
+
+
+def split_by_tokens(
+    inputs: Mapping[str, torch.Tensor], chunk_tokens: int
+) -> list[dict[str, torch.Tensor]]:
+    """Split model inputs, in their order, into chunks of at most ``chunk_tokens``.
+
+    A chunk counts its rows times the tokens of its longest, padding included, and one for every
+    patch of its images. A row that is larger by itself is a chunk by itself.
+
+    Args:
+        inputs: as of `split_batch`.
+        chunk_tokens: at least 1.
+
+    Raises:
+        DataError: the image tensors do not add up.
+        ValueError: ``chunk_tokens`` is below 1.
+    """
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens: got {chunk_tokens}, expected at least 1")
+    mask_BL = inputs["attention_mask"].bool()
+    positions_L = torch.arange(mask_BL.shape[1], device=mask_BL.device)
+    # Columns that a row needs, on whichever side its padding stands.
+    first_B = positions_L.where(mask_BL, mask_BL.shape[1]).amin(1).tolist()
+    last_B = positions_L.where(mask_BL, -1).amax(1).tolist()
+    images = _images_of(inputs)
+    bounds, begin, end, patches = [0], first_B[0], -1, 0
+    for row in range(len(mask_BL)):
+        own = 0 if images is None else images.num_patches(row)
+        begin, end, patches = min(begin, first_B[row]), max(end, last_B[row]), patches + own
+        rows = row + 1 - bounds[-1]
+        if rows > 1 and rows * (end + 1 - begin) + patches > chunk_tokens:
+            bounds.append(row)
+            begin, end, patches = first_B[row], last_B[row], own
+    return _cut(inputs, [*bounds, len(mask_BL)], images)
+
+
+def _images_of(inputs: Mapping[str, torch.Tensor]) -> _ImageRows | None:
+    return _ImageRows(inputs) if inputs.get("pixel_values") is not None else None
+
+
+def _cut(
+    inputs: Mapping[str, torch.Tensor], bounds: Sequence[int], images: _ImageRows | None
+) -> list[dict[str, torch.Tensor]]:
     chunks = []
-    for start in range(0, num_rows, chunk_size):
-        stop = min(start + chunk_size, num_rows)
+    for start, stop in pairwise(bounds):
         chunk = {
             key: value[start:stop]
             for key, value in inputs.items()
@@ -75,6 +119,10 @@ class _ImageRows:
         zero = torch.zeros(1, dtype=torch.int64)
         self._image_ends = torch.cat([zero, per_row.cpu().cumsum(0)])
         self._patch_ends = torch.cat([zero, patches.cpu().cumsum(0)])
+
+    def num_patches(self, row: int) -> int:
+        first, last = int(self._image_ends[row]), int(self._image_ends[row + 1])
+        return int(self._patch_ends[last] - self._patch_ends[first])
 
     def slice(self, start: int, stop: int) -> dict[str, torch.Tensor]:
         first, last = int(self._image_ends[start]), int(self._image_ends[stop])

@@ -23,7 +23,7 @@ from pixelrag.distributed.collectives import exchange, sum_over_ranks
 from pixelrag.engine.base import Engine
 from pixelrag.gradcache.minibatch import split_batch
 from pixelrag.gradcache.rag_batch import RagBatch, split_targets
-from pixelrag.gradcache.replay import Pass, collect, forward_without_graph, hand_back, replay
+from pixelrag.gradcache.replay import Pass, collect, first_pass, hand_back, second_pass
 from pixelrag.gradcache.schedule import Side, agree_on_schedule, rows_of
 from pixelrag.losses.contrastive import EmbeddedBatch, Objective, contrastive_loss
 from pixelrag.losses.rag_objective import RagObjective, RagTerms
@@ -106,13 +106,13 @@ def rag_step(
     sides = agree_on_schedule(
         chunks, real, rank=engine.rank, touches_every_chunk=engine.touches_every_chunk
     )
-    passes, log_scale = forward_without_graph(engine, sides)
+    passes, log_scale = first_pass(engine, sides)
     result, scale_gradient = _loss_on_outputs(
         engine, passes, sides, batch, objective, log_scale, weight
     )
     if result.is_finite:
         again = [kept for kept in passes if kept.side.role in trained]
-        replay(engine, again, scale_gradient, last=last)
+        second_pass(engine, again, scale_gradient, last=last)
     return result
 
 

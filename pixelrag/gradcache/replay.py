@@ -3,7 +3,8 @@
 The exactness rests on the chain rule: a loss L that is computed from small outputs o_1 .. o_n has
 the parameter gradient sum_i (dL/do_i)^T do_i/dw. The first pass yields all o_i in the memory of one
 chunk; the second runs each chunk anew, with the random numbers of its first run, and goes backward
-from <o_i, dL/do_i>. The engine reduces over ranks in the very last backward.
+from <o_i, dL/do_i>. Where memory allows, leading chunks keep the graph of their first run instead;
+see `keep`. The engine reduces over ranks in the very last backward.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from pixelrag.distributed.rng import RandContext
 from pixelrag.engine.base import Engine
+from pixelrag.gradcache.keep import Keeper
 from pixelrag.gradcache.schedule import Chunk, Side
 
 
@@ -29,6 +32,7 @@ class Pass:
         counts: False for a call that only keeps the ranks' calls alike.
         random: the random state before its first run.
         output: what it gave, [rows, ...], without a graph.
+        graph: output and log scale with their graph, where that is kept.
         gradient: of the loss by the output; None = zero.
     """
 
@@ -37,27 +41,35 @@ class Pass:
     counts: bool
     random: RandContext
     output: torch.Tensor
+    graph: tuple[torch.Tensor, torch.Tensor] | None = None
     gradient: torch.Tensor | None = field(default=None)
 
 
-def forward_without_graph(engine: Engine, sides: Sequence[Side]) -> tuple[list[Pass], torch.Tensor]:
+def first_pass(
+    engine: Engine, sides: Sequence[Side], *, num_kept: int = 0
+) -> tuple[list[Pass], torch.Tensor]:
     """Run every chunk of every side; also return the log scale (and bias), detached.
 
     Args:
         engine: its module answers ``engine(role, touch_vision=..., **chunk)`` with
             ``(output, log_scale)``, the output's rows being the chunk's.
         sides: as all ranks agreed, see `schedule`.
+        num_kept: leading forwards whose graphs are kept; all ranks say the same.
     """
     passes: list[Pass] = []
     log_scale = None
-    with torch.no_grad():
-        for side in sides:
-            for chunk, counts in side.calls():
-                random = RandContext(engine.device)
-                # A padding call must leave no trace, not even in the random stream.
-                with contextlib.nullcontext() if counts else random.replay():
-                    output, log_scale = _forward(engine, side, chunk)
-                passes.append(Pass(side, chunk, counts, random, output.detach()))
+    for side in sides:
+        for chunk, counts in side.calls():
+            is_kept = len(passes) < num_kept
+            random = RandContext(engine.device)
+            # A padding call must leave no trace, not even in the random stream.
+            with (
+                torch.set_grad_enabled(is_kept),
+                contextlib.nullcontext() if counts else random.replay(),
+            ):
+                output, log_scale = _forward(engine, side, chunk)
+            graph = (output, log_scale) if is_kept else None
+            passes.append(Pass(side, chunk, counts, random, output.detach(), graph))
     return passes, log_scale.detach().clone()
 
 
@@ -89,21 +101,30 @@ def hand_back(passes: Sequence[Pass], side: Side, gradient: torch.Tensor | None)
         offset += rows
 
 
-def replay(
-    engine: Engine, passes: Sequence[Pass], scale_gradient: torch.Tensor, *, last: bool
+def second_pass(
+    engine: Engine,
+    passes: Sequence[Pass],
+    scale_gradient: torch.Tensor,
+    *,
+    last: bool,
+    keeper: Keeper | None = None,
 ) -> None:
-    """Run every chunk again and accumulate the gradients.
+    """Run every chunk whose graph was not kept again, and accumulate the gradients of all.
 
     Args:
         engine: as in the first pass.
         passes: with the gradients handed back; what they keep is let go on the way.
         scale_gradient: [1] or [2], of the loss by the log scale (and bias).
         last: whether the engine shall reduce in the last backward.
+        keeper: weighs the graphs that are built; None = they are not weighed.
     """
+    keeper = keeper or Keeper()
     for position, kept in enumerate(passes):
         is_final = position == len(passes) - 1
-        with kept.random.replay():
-            output, log_scale = _forward(engine, kept.side, kept.chunk)
+        with contextlib.nullcontext() if kept.graph else kept.random.replay():
+            output, log_scale = kept.graph or keeper.weigh(
+                engine, kept.side, kept.chunk, partial(_forward, engine, kept.side, kept.chunk)
+            )
             if kept.gradient is None:
                 surrogate = (output * 0.0).sum()
             else:
@@ -112,4 +133,4 @@ def replay(
             share = scale_gradient if is_final else torch.zeros_like(scale_gradient)
             surrogate = surrogate + (log_scale * share).sum()
             engine.backward(surrogate, last=last and is_final)
-        kept.output = kept.gradient = None
+        kept.output = kept.gradient = kept.graph = output = log_scale = surrogate = None

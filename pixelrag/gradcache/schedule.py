@@ -100,6 +100,11 @@ def agree_on_schedule(
     )
 
 
+def side_of_fixed(role: str, num_rows: int) -> Side:
+    """A side whose outputs are known, so that nothing runs; a collective."""
+    return Side(role, [], [row[0] for row in exchange([num_rows])], 0, False, 0)
+
+
 def _num_tokens(chunks: list[Chunk]) -> int:
     masks = ("attention_mask", "target_mask")
     return sum(int(chunk[mask].sum()) for chunk in chunks for mask in masks if mask in chunk)

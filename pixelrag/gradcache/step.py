@@ -4,9 +4,10 @@
    kept. Memory: one chunk, whatever the batch.
 2. Documents are gathered over all ranks, each rank computes the loss of its own queries (a
    partial sum of the global loss), and backpropagates to the embeddings only.
-3. Every chunk runs forward again, with a graph and with its own random state, and backward from
-   the surrogate <embedding, kept gradient>. By the chain rule the parameter gradients are those
-   of the whole batch at once. The engine reduces them over ranks in the very last backward.
+3. Every chunk whose graph was not kept (see `keep`) runs forward again, with a graph and with its
+   own random state, and all go backward from the surrogate <embedding, kept gradient>. By the
+   chain rule the parameter gradients are those of the whole batch at once. The engine reduces them
+   over ranks in the very last backward.
 
 The order of the calls is the same on all ranks; see `schedule`.
 """
@@ -22,8 +23,9 @@ import torch
 from pixelrag.distributed.collectives import agree_max, sum_over_ranks
 from pixelrag.engine.base import Engine
 from pixelrag.gradcache.columns import Exchange, columns_of
-from pixelrag.gradcache.replay import Pass, collect, forward_without_graph, hand_back, replay
-from pixelrag.gradcache.schedule import Chunk, Side, agree_on_schedule, rows_of
+from pixelrag.gradcache.keep import Keeper
+from pixelrag.gradcache.replay import Pass, collect, first_pass, hand_back, second_pass
+from pixelrag.gradcache.schedule import Chunk, Side, agree_on_schedule, rows_of, side_of_fixed
 from pixelrag.losses.contrastive import EmbeddedBatch, Objective, contrastive_loss
 from pixelrag.losses.temperature import scale_and_bias
 
@@ -56,6 +58,7 @@ class StepResult:
     num_tokens: int
     scale: float
     bias: float | None = None  # of siglip
+    num_kept_chunks: int = 0  # of this rank's forwards, those whose graph stayed
     # Rows of this rank whose embeddings hold NaN or infinity; looked for when the loss does.
     bad_queries: tuple[int, ...] = ()
     bad_documents: tuple[int, ...] = ()
@@ -69,7 +72,7 @@ class StepResult:
 def gradcache_step(
     engine: Engine,
     query_chunks: list[Chunk],
-    document_chunks: list[Chunk],
+    document_chunks: list[Chunk] | torch.Tensor,
     pairs: Pairs | torch.Tensor,
     *,
     num_real_queries: int | None = None,
@@ -77,6 +80,7 @@ def gradcache_step(
     last: bool = True,
     objective: Objective | None = None,
     exchange: Exchange = "all_gather",
+    keeper: Keeper | None = None,
 ) -> StepResult:
     """Accumulate the exact gradient of one global batch.
 
@@ -85,7 +89,9 @@ def gradcache_step(
             ``(embedding_BD, log_scale)`` for the roles ``query`` and ``document``; see
             `losses.temperature` for the latter.
         query_chunks: this rank's query inputs in chunks, on any device.
-        document_chunks: this rank's positives and hard negatives in chunks, in any order.
+        document_chunks: this rank's positives and hard negatives in chunks, in any order; or their
+            embeddings [M, D], which are fixed then: they have no forward and no gradient. Of either
+            kind on all ranks.
         pairs: what this rank's documents are; or, where each query has one positive, its row [B].
         num_real_queries: rows that count; 0 on a rank that brings only a filler row. All ranks
             must be told alike whether a rank fills. None: all rows count.
@@ -93,6 +99,7 @@ def gradcache_step(
         last: whether this is the last batch before ``engine.step``.
         objective: the loss; None = plain InfoNCE.
         exchange: how ranks see each other's documents; see `gradcache.columns`.
+        keeper: says which chunks keep their graph; one for all steps. None: every chunk runs twice.
 
     Returns:
         The global loss (unweighted), in-batch accuracy, number of queries and similarity scale.
@@ -100,24 +107,32 @@ def gradcache_step(
         engine is left as it was.
     """
     own_queries = sum(map(rows_of, query_chunks))
-    own_documents = sum(map(rows_of, document_chunks))
-    fills = num_real_queries == 0
-    queries, documents = agree_on_schedule(
-        {"query": query_chunks, "document": document_chunks},
-        (0, 0) if fills else (own_queries, own_documents),
+    fixed_MD = document_chunks if isinstance(document_chunks, torch.Tensor) else None
+    own_documents = sum(map(rows_of, document_chunks)) if fixed_MD is None else len(fixed_MD)
+    own = (0, 0) if num_real_queries == 0 else (own_queries, own_documents)
+    running = {"query": query_chunks}
+    if fixed_MD is None:
+        running["document"] = document_chunks
+    sides = agree_on_schedule(
+        running,
+        own[: len(running)],
         rank=engine.rank,
         touches_every_chunk=engine.touches_every_chunk,
     )
-    passes, log_scale = forward_without_graph(engine, [queries, documents])
+    keeper = keeper or Keeper()
+    num_kept = keeper.num_kept(engine, sides)
+    passes, log_scale = first_pass(engine, sides, num_kept=num_kept)
+    if fixed_MD is not None:
+        sides = *sides, side_of_fixed("document", own[1])
     if isinstance(pairs, torch.Tensor):
         pairs = Pairs(pairs[:, None])
     result, scale_gradient = _loss_on_embeddings(
-        engine, passes, queries, documents, pairs, log_scale, weight,
+        engine, passes, *sides, fixed_MD, pairs, log_scale, weight,
         objective or Objective(), exchange,
     )  # fmt: skip
     if result.is_finite:
-        replay(engine, passes, scale_gradient, last=last)
-    return result
+        second_pass(engine, passes, scale_gradient, last=last, keeper=keeper)
+    return dataclasses.replace(result, num_kept_chunks=num_kept)
 
 
 def _loss_on_embeddings(
@@ -125,6 +140,7 @@ def _loss_on_embeddings(
     passes: list[Pass],
     queries: Side,
     documents: Side,
+    fixed_MD: torch.Tensor | None,
     pairs: Pairs,
     log_scale: torch.Tensor,
     weight: float,
@@ -132,7 +148,7 @@ def _loss_on_embeddings(
     exchange: Exchange,
 ) -> tuple[StepResult, torch.Tensor]:
     query_BD = collect(passes, queries)
-    document_MD = collect(passes, documents)
+    document_MD = collect(passes, documents) if fixed_MD is None else fixed_MD.to(query_BD)
     log_scale.requires_grad_()
     scale, bias = scale_and_bias(log_scale)
     num_queries = sum(queries.num_rows)

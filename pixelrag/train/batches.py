@@ -24,7 +24,8 @@ class PairBatch:
 
     Attributes:
         queries: inputs of [B] queries.
-        documents: inputs of [M] documents, positives and hard negatives in any order.
+        documents: inputs of [M] documents, positives and hard negatives in any order; empty where
+            their vectors are fixed.
         positive_BK: [B, K] int64, the documents that answer each query, padded with -1; K is 1
             where no row of the batch has several.
         content_M: [M] int64, equal for documents of equal content.
@@ -56,7 +57,10 @@ class PairCollator(Dataset):
         dataset: PairDataset,
         preprocessor: Preprocessor,
         guide: Preprocessor | None = None,
+        *,
+        fixed_documents: bool = False,
     ) -> None:
+        self._fixed_documents = fixed_documents
         self._dataset = dataset
         self._preprocessor = preprocessor
         self._guide = guide
@@ -77,18 +81,22 @@ class PairCollator(Dataset):
         most = max(map(len, positives))
         padded = [found + [-1] * (most - len(found)) for found in positives]
 
-        def prepared(by: Preprocessor) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-            return by.queries([r.query for r in rows]), by.documents([e[0] for e in documents])
+        def queries(by: Preprocessor) -> dict[str, torch.Tensor]:
+            return by.queries([row.query for row in rows])
 
-        queries_and_documents = prepared(self._preprocessor)
+        def passages(by: Preprocessor) -> dict[str, torch.Tensor]:
+            return by.documents([entry[0] for entry in documents])
+
+        guide = self._guide
         return PairBatch(
-            *queries_and_documents,
+            queries(self._preprocessor),
+            {} if self._fixed_documents else passages(self._preprocessor),
             positive_BK=torch.tensor(padded),
             content_M=torch.tensor([content_of(entry[0]) for entry in documents]),
             num_real_queries=len(indices),
             query_ids=[row.sample_id for row in rows],
             document_ids=[entry[1] for entry in documents],
-            for_guide=None if self._guide is None else prepared(self._guide),
+            for_guide=None if guide is None else (queries(guide), passages(guide)),
         )
 
 
@@ -100,6 +108,7 @@ def load_batches(
     num_workers: int = 0,
     prefetch_factor: int = 2,
     guide: Preprocessor | None = None,
+    fixed_documents: bool = False,
 ) -> Iterator[PairBatch]:
     """Endless batches in the sampler's order.
 
@@ -111,8 +120,9 @@ def load_batches(
             one.
         prefetch_factor: batches that each of them prepares ahead.
         guide: makes the inputs of a guide; None = there is none.
+        fixed_documents: make no inputs of documents.
     """
-    collator = PairCollator(dataset, preprocessor, guide)
+    collator = PairCollator(dataset, preprocessor, guide, fixed_documents=fixed_documents)
     num_workers = bounded_workers(num_workers)
     if num_workers == 0:
         return (collator[indices] for indices in sampler)

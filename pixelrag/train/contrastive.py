@@ -22,7 +22,9 @@ from pixelrag.evaluate.pairs import PairEvaluator
 from pixelrag.evaluate.retriever import RetrieverEvaluator
 from pixelrag.evaluate.tiles import TileEvaluator
 from pixelrag.export.hf import export_embedder
-from pixelrag.gradcache import gradcache_step, split_batch
+from pixelrag.gradcache import gradcache_step
+from pixelrag.gradcache.chunking import Chunking
+from pixelrag.gradcache.keep import Keeper
 from pixelrag.gradcache.step import Pairs
 from pixelrag.losses.contrastive import Objective
 from pixelrag.losses.temperature import scale_and_bias, scale_from_log
@@ -41,6 +43,7 @@ from pixelrag.train.job import (
 )
 from pixelrag.train.loop import Loop
 from pixelrag.train.pair_sampler import build_sampler, estimate_costs, open_training_rows
+from pixelrag.train.query_side import Towers, open_document_tower
 from pixelrag.train.run_state import RunState, is_allowed, load_optimizer, load_start
 from pixelrag.train.signals import StopRequest
 from pixelrag.train.start import go_on, run_job
@@ -76,7 +79,10 @@ def train(
     )
     if ended:
         return {"step": state.step}
-    task = ContrastiveTask(config, world, rows.dataset, held_out, sampler, checkpoint)
+    chunking = Chunking(config.batch.chunk_size, config.batch.chunk_tokens)
+    if state is not None and not chunking.is_settled:
+        chunking.tokens = state.position.get("chunk_tokens")
+    task = ContrastiveTask(config, world, rows.dataset, held_out, sampler, checkpoint, chunking)
     if state is not None:
         with together():
             _require_same_tokenizer(state, task.tokenizer, checkpoint, config)
@@ -120,6 +126,7 @@ class ContrastiveTask:
         held_out: rows to evaluate on, or None.
         sampler: names this rank's rows of each global batch.
         checkpoint: a folder to take parameters and optimizer state from, or None.
+        chunking: cuts batches into chunks.
     """
 
     def __init__(
@@ -130,6 +137,7 @@ class ContrastiveTask:
         held_out: HeldOut | None,
         sampler: GlobalBatchSampler,
         checkpoint: Path | None,
+        chunking: Chunking,
     ) -> None:
         self.batches_per_step = config.batch.gradient_accumulation_steps
         self._config = config
@@ -145,6 +153,11 @@ class ContrastiveTask:
         if self._guide is not None:
             with together():
                 self._guide.require_readable(dataset)
+        self._documents = open_document_tower(config, world)
+        if self._documents is not None:
+            self._documents.index(
+                [d for row in dataset for d in row.documents], batch_size=config.eval.batch_size
+            )
         self._evaluator = evaluator_of(config, held_out, self._preprocessor, self._guide)
         load_start(checkpoint, config, self._container)
         self.engine = engine_for(
@@ -161,8 +174,11 @@ class ContrastiveTask:
             num_workers=config.data.num_workers,
             prefetch_factor=config.data.prefetch_factor,
             guide=self._guide and self._guide.preprocessor,
+            fixed_documents=self._documents is not None,
         )
         self._objective = objective_of(config.loss)
+        self._chunking = chunking
+        self._keeper = Keeper(config.batch.replay, weighs=not chunking.is_settled)
         self._calibration = {"train/temperature": config.loss.initial_temperature}
 
     def next_batch(self) -> PairBatch:
@@ -174,11 +190,13 @@ class ContrastiveTask:
         return batch.query_ids
 
     def accumulate(self, batch: PairBatch, *, weight: float, last: bool) -> StepReport:
-        chunk_size, loss = self._config.batch.chunk_size, self._config.loss
+        loss = self._config.loss
         result = gradcache_step(
             self.engine,
-            split_batch(batch.queries, chunk_size),
-            split_batch(batch.documents, chunk_size),
+            self._chunking(batch.queries),
+            self._chunking(batch.documents)
+            if self._documents is None
+            else self._documents.vectors(batch.content_M),
             Pairs(
                 batch.positive_BK,
                 batch.content_M if loss.mask_same_content else None,
@@ -189,11 +207,16 @@ class ContrastiveTask:
             last=last,
             objective=self._objective,
             exchange=loss.exchange,
+            keeper=self._keeper,
         )
+        if last and result.is_finite and not self._chunking.is_settled:
+            self._chunking.settle(self.engine, self._keeper)
         self._calibration = {"train/temperature": 1.0 / result.scale}
         if result.bias is not None:
             self._calibration["train/bias"] = result.bias
         figures = {"train/accuracy": result.accuracy}
+        if self._config.batch.replay != "all":
+            figures["replay/kept_chunks"] = result.num_kept_chunks
         if isinstance(self._sampler.order, TextOrder):
             figures["train/text_share"] = self._sampler.order.text_share(self._consumed - 1)
         suspects = [batch.query_ids[i] for i in result.bad_queries]
@@ -212,7 +235,10 @@ class ContrastiveTask:
     def evaluate(self) -> dict[str, float]:
         if self._evaluator is None:
             return {}
-        return self._evaluator(self.engine, *self._scale_and_bias()).figures
+        encoder = self.engine
+        if self._documents is not None:
+            encoder = Towers(self.engine, self._documents)
+        return self._evaluator(encoder, *self._scale_and_bias()).figures
 
     def _scale_and_bias(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """After the step; parameters may be sharded, and only a forward pass shows them whole."""
@@ -227,6 +253,7 @@ class ContrastiveTask:
             "sampler": self._sampler.state_dict(self._consumed),
             "data": self._data,
             "tokenizer": self.tokenizer,
+            "chunk_tokens": self._chunking.tokens,
         }
 
     def export(self, folder: Path) -> None:
@@ -247,6 +274,7 @@ class ContrastiveTask:
                     self._embedder, self._preprocessor, encoder, folder,
                     temperature=temperature, bias=None if bias is None else float(bias),
                     ema_decay=self._config.ema.decay,
+                    document_encoder=self._config.document_model,
                 )  # fmt: skip
 
         from_main(write)
@@ -352,7 +380,7 @@ def _say_arithmetic(
     rows = min(batch.rows(world.world_size), num_rows)
     accumulated = batch.gradient_accumulation_steps
     logger.info(
-        "%d rows; a step sees %d rows (%s) in chunks of %d; %d steps, %.2f epochs",
-        *(num_rows, rows * accumulated, batch.arithmetic(world.world_size), batch.chunk_size),
+        "%d rows; a step sees %d rows (%s) in chunks of %s; %d steps, %.2f epochs",
+        *(num_rows, rows * accumulated, batch.arithmetic(world.world_size), batch.chunks),
         *(total_steps, total_steps * accumulated * rows / num_rows),
     )

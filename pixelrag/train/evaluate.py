@@ -42,6 +42,7 @@ from pixelrag.retrieval.durable import put_text
 from pixelrag.train import distill, rag
 from pixelrag.train.contrastive import build_biencoder, build_evaluator
 from pixelrag.train.job import engine_for, world_of
+from pixelrag.train.query_side import Towers, tower_of_model
 from pixelrag.train.rag_eval import RagEvaluation
 from pixelrag.train.text_file import require_writable
 
@@ -191,7 +192,9 @@ def evaluate(config: ContrastiveConfig, world: World, *, run_depth: int = 0) -> 
     evaluator = build_evaluator(config, world, preprocessor)
     scale, bias = _scale_and_bias(config, container)
     engine = engine_for(config, world, container, container.encoder.blocks())
-    return evaluator(engine, scale, bias, run_depth=run_depth)
+    documents = tower_of_model(config, world)
+    encoder = engine if documents is None else Towers(engine, documents)
+    return evaluator(encoder, scale, bias, run_depth=run_depth)
 
 
 def _scale_and_bias(

@@ -48,6 +48,7 @@ class Trained:
     bias: float | None  # of siglip
     ema_decay: float | None  # of the moving average that the weights are
     base: str
+    document_encoder: str | None  # where queries alone were trained
 
 
 def export(
@@ -136,6 +137,7 @@ def _export_retriever(
         run,
         has_vision=trained.preprocessor.has_vision,
         ema_decay=trained.ema_decay,
+        document_encoder=trained.document_encoder,
     )
     export_embedder(
         embedder,
@@ -145,6 +147,7 @@ def _export_retriever(
         temperature=trained.temperature,
         bias=trained.bias,
         ema_decay=trained.ema_decay,
+        document_encoder=trained.document_encoder,
         dtype=dtype,
         max_shard_size=max_shard_size,
         card=card,
@@ -163,8 +166,9 @@ def _of_checkpoint(checkpoint: Path, config: ContrastiveConfig) -> Trained:
     scale, bias = scale_and_bias(container.logit_scale().detach())
     bias = None if bias is None else float(bias)
     return Trained(
-        container.encoder, preprocessor, 1.0 / float(scale), bias, decay, _base_of(config.model)
-    )
+        container.encoder, preprocessor, 1.0 / float(scale), bias, decay, _base_of(config.model),
+        config.document_model,
+    )  # fmt: skip
 
 
 def _of_export(folder: Path) -> Trained:
@@ -183,7 +187,10 @@ def _of_export(folder: Path) -> Trained:
     embedder, preprocessor = load_embedder(model, as_saved=True)
     base = adapter["base_model_name_or_path"] if adapter else run_of(folder).base or str(folder)
     bias, decay = settings.get("bias"), settings.get("ema_decay")
-    return Trained(embedder, preprocessor, settings["temperature"], bias, decay, base)
+    return Trained(
+        embedder, preprocessor, settings["temperature"], bias, decay, base,
+        settings.get("document_encoder"),
+    )  # fmt: skip
 
 
 def _base_of(model: ModelConfig) -> str:

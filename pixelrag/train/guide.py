@@ -18,20 +18,19 @@ from pixelrag.data.schema import PairRow
 from pixelrag.distributed.collectives import gather_with_grad
 from pixelrag.distributed.env import World
 from pixelrag.distributed.together import together
-from pixelrag.gradcache import split_batch
+from pixelrag.gradcache.chunking import Chunking
 from pixelrag.models import load_embedder
 from pixelrag.train.inputs import require_text
 
 Inputs = dict[str, torch.Tensor]
 
 
-class Guide:
-    """The encoder, whole on every rank; `retrieval.encode` takes it for an engine.
+class FrozenEncoder:
+    """A model that is not trained, whole on every rank; `retrieval.encode` takes it for an engine.
 
     Args:
-        name_or_path: as `model.name_or_path`.
+        model: what to load.
         world: this process's place.
-        chunk_size: rows to encode at once.
         half_precision: hold and run it in bf16.
 
     Attributes:
@@ -41,25 +40,13 @@ class Guide:
         ModelError: it cannot be loaded.
     """
 
-    def __init__(
-        self, name_or_path: str, world: World, *, chunk_size: int, half_precision: bool
-    ) -> None:
+    def __init__(self, model: ModelConfig, world: World, *, half_precision: bool) -> None:
         self.rank, self.world_size, self.device = world.rank, world.world_size, world.device
         dtype = torch.bfloat16 if half_precision else torch.float32
         embedder, self.preprocessor = load_embedder(
-            ModelConfig(name_or_path=name_or_path), dtype=dtype, half_precision=half_precision
+            model, dtype=dtype, half_precision=half_precision
         )
         self._embedder = embedder.to(world.device).eval().requires_grad_(False)
-        self._chunk_size = chunk_size
-
-    def require_readable(self, rows: Iterable[PairRow]) -> None:
-        """Refuse rows with images where it reads text only.
-
-        Raises:
-            DataError: names the first.
-        """
-        if not self.preprocessor.has_vision:
-            require_text(rows, "loss.mask_guide")
 
     def __call__(self, role: str, *, touch_vision: bool = False, **inputs: Any) -> tuple:
         """Embed one batch; the role has gone into the inputs already."""
@@ -73,11 +60,35 @@ class Guide:
         """All-gather equally shaped rows."""
         return gather_with_grad(local_BD)
 
+
+class Guide(FrozenEncoder):
+    """The encoder of `loss.mask_guide`.
+
+    Args:
+        model, world, half_precision: see `FrozenEncoder`.
+        chunking: cuts what is encoded at once.
+    """
+
+    def __init__(
+        self, model: ModelConfig, world: World, *, chunking: Chunking, half_precision: bool
+    ) -> None:
+        super().__init__(model, world, half_precision=half_precision)
+        self._chunking = chunking
+
+    def require_readable(self, rows: Iterable[PairRow]) -> None:
+        """Refuse rows with images where it reads text only.
+
+        Raises:
+            DataError: names the first.
+        """
+        if not self.preprocessor.has_vision:
+            require_text(rows, "loss.mask_guide")
+
     def embed(self, inputs: Inputs) -> torch.Tensor:
         """[rows, G] float32 on its device, chunk by chunk."""
         rows = []
         with torch.no_grad():
-            for chunk in split_batch(inputs, self._chunk_size):
+            for chunk in self._chunking(inputs):
                 on_device = {key: value.to(self.device) for key, value in chunk.items()}
                 rows.append(self._embedder(**on_device).float())
         return torch.cat(rows)
@@ -89,8 +100,8 @@ def open_guide(config: ContrastiveConfig, world: World) -> Guide | None:
         return None
     with together():
         return Guide(
-            config.loss.mask_guide,
+            ModelConfig(name_or_path=config.loss.mask_guide),
             world,
-            chunk_size=config.batch.chunk_size,
+            chunking=Chunking(config.batch.chunk_size, config.batch.chunk_tokens),
             half_precision=config.engine.precision == "bf16",
         )

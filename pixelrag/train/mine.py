@@ -29,13 +29,12 @@ from pixelrag.data.schema import Document, PairRow
 from pixelrag.distributed.collectives import from_main
 from pixelrag.distributed.env import World
 from pixelrag.distributed.together import together
-from pixelrag.engine.base import Engine
 from pixelrag.errors import ConfigError, NonFiniteError
 from pixelrag.evaluate.pairs import document_length
 from pixelrag.models import Embedder, Preprocessor
 from pixelrag.retrieval.document_encoder import fingerprints
 from pixelrag.retrieval.durable import put, put_text
-from pixelrag.retrieval.encode import encode
+from pixelrag.retrieval.encode import Encoder, encode
 from pixelrag.retrieval.index import build_index, open_index
 from pixelrag.retrieval.mining import Miner
 from pixelrag.retrieval.recipe import index_settings
@@ -44,6 +43,7 @@ from pixelrag.train.contrastive import build_biencoder
 from pixelrag.train.inputs import open_dataset, require_text
 from pixelrag.train.job import engine_for, world_of
 from pixelrag.train.mine_files import MinedFiles, writing
+from pixelrag.train.query_side import Towers, tower_of_model
 
 logger = logging.getLogger("pixelrag")
 
@@ -83,7 +83,8 @@ def mine(config: MineConfig, output: Path, world: World) -> None:
     # Positives that are not searched stand behind the corpus: their scores are wanted all the same.
     documents = [*corpus, *extra.values()]
     engine = engine_for(config, world, container, container.encoder.blocks())
-    work = _Work(config, files, engine)
+    tower = tower_of_model(config, world)
+    work = _Work(config, files, engine if tower is None else Towers(engine, tower))
     work.encode("document", documents, preprocessor.documents, document_length)
     work.encode("query", [row.query for row in dataset], preprocessor.queries, len)
     from_main(lambda: work.build(len(corpus)))
@@ -101,7 +102,7 @@ def mine(config: MineConfig, output: Path, world: World) -> None:
 class _Work:
     """What is done shard by shard and survives a crash."""
 
-    def __init__(self, config: MineConfig, files: MinedFiles, engine: Engine) -> None:
+    def __init__(self, config: MineConfig, files: MinedFiles, engine: Encoder) -> None:
         self._config = config
         self._files = files
         self._engine = engine

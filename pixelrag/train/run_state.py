@@ -54,6 +54,8 @@ _ADAPTABLE = (
     "model.unpadded",
     "model.gradient_checkpointing",
     "batch.chunk_size",
+    "batch.chunk_tokens",
+    "batch.replay",
     # The sampler insists on the global batch, which stays when the world is another.
     "batch.per_device_batch_size",
     "batch.global_batch_size",
@@ -63,6 +65,7 @@ _ADAPTABLE = (
 )
 # What loads or speaks differently, but computes the same.
 _SILENT = (
+    "batch.replay",
     "batch.per_device_batch_size",
     "batch.global_batch_size",
     "data.num_workers",

@@ -38,6 +38,7 @@ class Case:
     negatives: str  # "0", "2" or "ragged"
     modality: str
     loss: str = "plain"  # or "options": `OPTIONS`, several positives, equal documents, a ring
+    kept: int = 0  # leading forwards whose graph is kept instead of replayed
 
     @property
     def model(self) -> tuple[str, str, bool]:
@@ -50,7 +51,8 @@ class Case:
         return (
             f"{self.engine:5} {self.precision} {self.training:17} "
             f"{'dropout' if self.dropout else 'plain  '} chunk {chunk:5} "
-            f"negatives {self.negatives:6} {self.modality:18} {self.loss:7}"
+            f"negatives {self.negatives:6} {self.modality:18} {self.loss:7} "
+            f"{'replayed' if not self.kept else 'kept' if self.kept == WHOLE else 'mixed':8}"
         )
 
 
@@ -108,6 +110,9 @@ def build_matrix(engines: Sequence[str] = ENGINES, *, quick: bool = False) -> li
             and (case.chunk_size, case.negatives) == (2, "ragged")
         ]
         for like, change in (
+            # Beside the adapters' dropout: what is kept and what runs again draw from one stream.
+            (("lora", True), {"kept": 3}),
+            (("lora", True), {"kept": WHOLE}),
             (("full", False), {"loss": "options"}),
             (("full", False), {"training": "lora and unfrozen"}),
             (("lora", True), {"training": "dora"}),

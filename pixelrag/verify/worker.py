@@ -15,6 +15,7 @@ from pixelrag.distributed.counting import CollectiveCounter
 from pixelrag.distributed.env import World
 from pixelrag.engine import Engine, build_engine
 from pixelrag.gradcache import gradcache_step, split_batch
+from pixelrag.gradcache.keep import Keeper
 from pixelrag.losses.contrastive import Objective
 from pixelrag.verify.cases import BARS, OPTIONS, Case, Outcome
 from pixelrag.verify.inputs import batch_of_rank, load_biencoder
@@ -90,6 +91,7 @@ def _run(
                 pairs,
                 objective=Objective(**OPTIONS) if options else None,
                 exchange="ring" if options else "all_gather",
+                keeper=Keeper(case.kept),
             )
     finally:
         del engine.backward

@@ -66,7 +66,7 @@ def test_a_third_of_the_matrix_at_two_ranks(engine: str, matrix) -> None:
     code, outcomes = matrix[0], [o for o in matrix[1] if o["engine"] == engine]
     assert [o for o in outcomes if not o["passed"]] == []
     assert code == 0
-    assert len(outcomes) == 39 + (12 if engine in FLOAT64_ENGINES else 0)
+    assert len(outcomes) == 41 + (12 if engine in FLOAT64_ENGINES else 0)
     for outcome in outcomes:
         bar = 1e-10 if outcome["precision"] == "fp64" else 1e-5
         assert outcome["relative_error"] <= bar
@@ -87,7 +87,7 @@ def test_a_part_at_three_ranks(sharding: str) -> None:
     code, outcomes = run("--nproc", "3", "--quick", "--params", sharding, "--engine", *engines)
     assert [o for o in outcomes if not o["passed"]] == []
     assert code == 0
-    assert len(outcomes) == 21 * len(engines)
+    assert len(outcomes) == 27 * len(engines)
 
 
 def test_a_wrong_gradient_is_a_miss_and_exit_code_1(capsys, monkeypatch) -> None:
@@ -98,19 +98,19 @@ def test_a_wrong_gradient_is_a_miss_and_exit_code_1(capsys, monkeypatch) -> None
     text = capsys.readouterr().out
     assert code == 1
     assert "MISS" in text
-    assert "15 cases miss the full-batch gradient, on ddp" in text
+    assert "27 cases miss the full-batch gradient, on ddp" in text
     assert "norm ratio off by" in text
 
 
 def test_under_a_launcher_it_uses_the_ranks_that_are_there() -> None:
     ended = nursery.run(["verify", "--engine", "ddp", "zero3", "--quick"], nproc=2).check()
-    assert ended.text.count("ok   ") == 30
+    assert ended.text.count("ok   ") == 54
     assert ended.text.count("Every case gives the full-batch gradient") == 1
 
 
 def test_the_matrix_is_the_whole_product() -> None:
     cases = build_matrix()
-    assert len(cases) == len(set(cases)) == 111 * len(ENGINES) + 12 * len(FLOAT64_ENGINES)
+    assert len(cases) == len(set(cases)) == 123 * len(ENGINES) + 12 * len(FLOAT64_ENGINES)
     assert {c.chunk_size for c in cases} == {1, 2, WHOLE}
     assert {c.negatives for c in cases} == {"0", "2", "ragged"}
     assert {c.modality for c in cases} == {"text", "images", "images on one rank"}

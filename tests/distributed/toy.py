@@ -268,11 +268,13 @@ class Reference:
         objective: Objective | None = None,
         content: bool = False,
         guide: bool = False,
+        fixed: Sequence[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """The loss of all ranks' rows, by default InfoNCE.
 
         With ``chunk_size`` and ``seeds`` the forwards run chunk by chunk, each rank from its own
-        seed, so that dropout masks are those that GradCache draws.
+        seed, so that dropout masks are those that GradCache draws. ``fixed`` embeddings stand
+        in for documents.
         """
         queries, documents, positives, offset = [], [], [], 0
         for rank, part in enumerate(parts):
@@ -282,6 +284,9 @@ class Reference:
                 ("query", part.queries, queries),
                 ("document", part.documents, documents),
             ):
+                if role == "document" and fixed is not None:
+                    found.append(fixed[rank])
+                    continue
                 size = chunk_size or len(inputs["input_ids"])
                 for chunk in split_batch(inputs, size):
                     emb_BD, log_scale = self.model(role, **chunk)

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from pixelrag.distributed.env import World
 from pixelrag.engine import Engine, build_engine
 from pixelrag.gradcache import gradcache_step, split_batch
+from pixelrag.gradcache.chunking import Chunking
+from pixelrag.gradcache.keep import Keeper
 from pixelrag.gradcache.step import Pairs
 from pixelrag.losses.contrastive import Objective
 from tests.distributed.toy import (
@@ -45,12 +47,15 @@ DEFAULTS: dict[str, Any] = {
     "rows": None,  # rows of each rank; None: 6 on one rank, else 3, 2, 1 by rank
     "filler": None,  # this rank brings a row that does not count
     "chunk_size": 2,
+    "chunk_tokens": None,  # cut by tokens and patches instead
     "negatives": 2,
     "loss": None,  # fields of an `Objective`; None: plain InfoNCE
     "positives": 1,  # the most a row may have
     "content": False,  # documents may pass for equal
     "guide": False,  # another model has a say in what is no negative
     "exchange": "all_gather",
+    "fixed_documents": False,  # documents keep the embeddings of the model before training
+    "replay": "all",  # as `batch.replay`, or how many leading forwards keep their graph
     "images": "varied",
     "steps": 4,
     "max_norm": 0.5,
@@ -188,8 +193,13 @@ def reference_for(case: dict[str, Any]) -> Reference:
     return Reference(double)
 
 
-def own_chunks(part: RankBatch, chunk_size: int) -> tuple[list[dict], list[dict]]:
+def own_chunks(
+    part: RankBatch, chunk_size: int, chunk_tokens: int | None = None
+) -> tuple[list[dict], list[dict]]:
     """One rank's query and document chunks."""
+    if chunk_tokens is not None:
+        chunking = Chunking("auto", chunk_tokens)
+        return chunking(part.queries), chunking(part.documents)
     return split_batch(part.queries, chunk_size), split_batch(part.documents, chunk_size)
 
 
@@ -207,9 +217,12 @@ def run_trial(world: World, overrides: dict[str, Any]) -> dict[str, Any]:
     engine = build(case, model_for(case), world)
     reference = reference_for(case)
     worst: dict[str, float] = {}
+    keeper = Keeper(case["replay"])
+    tower = model_for(case | {"dtype": "float64"}).eval()
+    tower.load_state_dict(model_for(case).state_dict())
     decay, means = case["ema_decay"], dict(reference.initial)
     for step in range(case["steps"]):
-        found = one_step(engine, reference, case, step, world)
+        found = one_step(engine, reference, case, step, world, keeper, tower)
         if decay is not None:
             now = reference.weights()
             means = {n: decay * mean + (1 - decay) * now[n] for n, mean in means.items()}
@@ -244,7 +257,13 @@ def average_errors(
 
 
 def one_step(
-    engine: Engine, reference: Reference, case: dict[str, Any], step: int, world: World
+    engine: Engine,
+    reference: Reference,
+    case: dict[str, Any],
+    step: int,
+    world: World,
+    keeper: Keeper | None = None,
+    tower: torch.nn.Module | None = None,
 ) -> dict[str, float]:
     """One optimizer step on both sides, of ``accumulate`` global batches."""
     losses, expected_losses = [], []
@@ -253,10 +272,17 @@ def one_step(
         batch_index = step * count + number
         parts = global_batch(case, batch_index, world.world_size)
         seeds = [1000 * batch_index + rank for rank in range(world.world_size)]
+        queries, documents = own_chunks(parts[world.rank], case["chunk_size"], case["chunk_tokens"])
+        fixed = None
+        if case["fixed_documents"]:
+            with torch.no_grad():
+                fixed = [tower("document", **part.documents)[0] for part in as_float64(parts)]
+            documents = fixed[world.rank]
         torch.manual_seed(seeds[world.rank])
         result = gradcache_step(
             engine,
-            *own_chunks(parts[world.rank], case["chunk_size"]),
+            queries,
+            documents,
             Pairs(
                 parts[world.rank].positive_BK,
                 parts[world.rank].content_M if case["content"] else None,
@@ -267,9 +293,13 @@ def one_step(
             last=number == count - 1,
             objective=objective_of(case),
             exchange=case["exchange"],
+            keeper=keeper,
         )
         chunk_size, use_seeds = (case["chunk_size"], seeds) if case["dropout"] else (None, None)
-        counted = [part for rank, part in enumerate(parts) if rank != case["filler"]]
+        is_counted = [rank != case["filler"] for rank in range(world.world_size)]
+        counted = [part for part, counts in zip(parts, is_counted, strict=True) if counts]
+        if fixed is not None:
+            fixed = [rows for rows, counts in zip(fixed, is_counted, strict=True) if counts]
         objective = None if case["loss"] is None else objective_of(case)
         expected = reference.loss(
             as_float64(counted),
@@ -278,6 +308,7 @@ def one_step(
             objective,
             case["content"],
             case["guide"],
+            fixed,
         )
         gradients = reference.backward(expected / count)
         losses.append(result.loss)

@@ -11,6 +11,7 @@ from pixelrag.evaluate.runs import read_qrels
 from pixelrag.models.biencoder import BiEncoder
 from pixelrag.models.source import SETTINGS_FORMAT
 from pixelrag.train.evaluate import _scale_and_bias
+from pixelrag.train.export import export
 from tests.train import nursery
 from tests.train.material import command, merged, write_jsonl
 
@@ -49,6 +50,40 @@ def test_runs_qrels_and_results_agree(asked, tmp_path, shelf):
         assert values.tolist() == pytest.approx(rows["per_query"][name])
         assert written["figures"][f"eval/{name}"] == pytest.approx(values.mean())
     assert 0 < judged.per_query["mrr"].mean() < 1
+
+
+def test_queries_that_were_trained_alone_keep_the_documents_of_their_base(tmp_path, base, shelf):
+    """In training, in `pixelrag eval`, and after an export of the export."""
+    held_out = {"data": {"eval": str(shelf / "eval.jsonl")}, "output_dir": str(tmp_path / "run")}
+    fixed = {"train": ["query"], "loss": {"learnable_temperature": False}}
+    config = merged(base, held_out, fixed)
+    nursery.run(command(tmp_path, config), nproc=2).check()
+    last = tmp_path / "run" / "last"
+    settings = json.loads((last / "pixelrag.json").read_text())
+    assert (settings["trained"], settings["document_encoder"]) == (
+        ["query"],
+        base["model"]["name_or_path"],
+    )
+    again = tmp_path / "again"
+    export(last, "hf", again)
+    assert (
+        json.loads((again / "pixelrag.json").read_text())["document_encoder"]
+        == settings["document_encoder"]
+    )
+    assert "**This model embeds queries only.**" in (again / "README.md").read_text()
+    final = json.loads((tmp_path / "run" / "summary.json").read_text())["final"]
+    out = tmp_path / "out.json"
+
+    def loss() -> float:
+        model = {"model": {"name_or_path": str(again)}}
+        argv = command(tmp_path, merged(base, held_out, model), "eval")
+        nursery.run([*argv, "--output", str(out)]).check()
+        return json.loads(out.read_text())["figures"]["eval/loss"]
+
+    assert loss() == pytest.approx(final["eval/loss"], rel=1e-5)
+    # As if it embedded documents itself.
+    (again / "pixelrag.json").write_text(json.dumps(settings | {"document_encoder": None}))
+    assert loss() != pytest.approx(final["eval/loss"], rel=1e-3)
 
 
 def test_a_baseline_may_be_a_model_or_an_earlier_result(asked, tmp_path, shelf):

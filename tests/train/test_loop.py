@@ -109,6 +109,18 @@ def _plain_step(shelf: Path, indices: Iterable[int]) -> tuple[float, float, floa
     return float(loss), float((logits.argmax(1) == target).double().mean()), norm
 
 
+def test_kept_graphs_change_no_bit_of_a_run(run):
+    lines = []
+    for replay in ("all", "auto"):
+        options = {"batch": {"replay": replay}, "optim": {"max_steps": 3}}
+        folder, ended = run(replay, options, {"logging": {"every_steps": 1}})
+        lines.append(lines_of(folder))
+        assert ("batch.replay auto: keeps the graphs of" in ended.outputs[0]) == (replay == "auto")
+    counts = [line.pop("replay/kept_chunks") for line in lines[1]]
+    assert counts[0] == 0 < min(counts[1:])  # the first step weighs the graphs
+    assert lines[0] == lines[1]
+
+
 def test_a_line_is_the_mean_of_its_steps(run):
     each, _ = run("each", {"logging": {"every_steps": 1}})
     pairs, _ = run("pairs", {"logging": {"every_steps": 2}})

@@ -263,6 +263,17 @@ BAD_PAIRS = [
         "eval.corpus while eval.retrieval is false",
         "eval.corpus null",
     ),
+    (
+        ["--batch.chunk_tokens=9"],
+        "batch.chunk_tokens 9 with batch.chunk_size 16, which counts rows",
+        "batch.chunk_size auto",
+    ),
+    (["--train=document"], "train without query", "[query, document] or [query]"),
+    (
+        ["--train=query", "--model.adapter=a"],
+        "train [query] with model.adapter",
+        "model.adapter out",
+    ),
     (["--resume", "atuo"], "'atuo', and there is no such folder", "auto, never"),
 ]
 
@@ -288,11 +299,19 @@ def test_what_cannot_stand_together(flags: list[str], got: str, remedy: str):
         ["--data.eval=e", "--eval.every_steps=5", "--checkpoint.best_metric=eval/loss"],
         ["--eval.retrieval=false"],
         ["--optim.max_grad_norm=0"],
+        ["--train=query", "--lora.enabled=true"],
+        ["--batch.chunk_size=auto", "--batch.chunk_tokens=9"],
         ["--resume=runs/gone/checkpoint-5"],
     ],
 )
 def test_what_can_stand_together(flags: list[str]):
     config_of(*flags)
+
+
+def test_an_option_of_two_kinds_is_described_once():
+    text = mistakes("--batch.chunk_size", "aut")
+    assert "got 'aut', expected an integer of 1 or more or auto; did you mean auto?" in text
+    assert text.startswith("1 problem ")
 
 
 def test_siglip_starts_as_in_its_paper():

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from pixelrag.errors import DataError
 from pixelrag.gradcache import split_batch
+from pixelrag.gradcache.minibatch import split_by_tokens
 
 Batch = dict[str, torch.Tensor]
 
@@ -69,6 +70,30 @@ def test_chunks_hold_every_row_with_its_tokens_and_images(rows, chunk_size, left
         assert ("pixel_values" in chunk) == ("image_grid_thw" in chunk) == has_images
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 3)), min_size=1, max_size=9),
+    chunk_tokens=st.integers(1, 40),
+    left=st.booleans(),
+)
+def test_chunks_by_tokens_are_as_full_as_their_budget_allows(rows, chunk_tokens, left) -> None:
+    batch = _batch([r[0] for r in rows], [r[1] for r in rows], left=left)
+    chunks = split_by_tokens(batch, chunk_tokens)
+    for of_rows in (_tokens_of_rows, _images_of_rows):
+        assert [row for chunk in chunks for row in of_rows(chunk)] == of_rows(batch)
+    patches = [sum(len(image) // 2 for image in images) for images in _images_of_rows(batch)]
+
+    def cost(start: int, stop: int) -> int:
+        width = max(length for length, _ in rows[start:stop])
+        return (stop - start) * width + sum(patches[start:stop])
+
+    stop = 0
+    for chunk in chunks:
+        start, stop = stop, stop + len(chunk["input_ids"])
+        assert cost(start, stop) <= chunk_tokens or stop == start + 1
+        assert stop == len(rows) or cost(start, stop + 1) > chunk_tokens
+
+
 @pytest.mark.parametrize("left", [False, True])
 def test_padding_that_no_row_of_the_chunk_needs_is_cut(left: bool) -> None:
     batch = _batch([2, 3, 6], [0, 0, 0], left=left) | {"token_type_ids": torch.ones(3, 6)}
@@ -114,3 +139,5 @@ def test_images_that_do_not_add_up_are_an_error(fault: str) -> None:
 def test_a_chunk_size_below_one_is_an_error(chunk_size: int) -> None:
     with pytest.raises(ValueError, match=rf"chunk_size: got {chunk_size}, expected at least 1"):
         split_batch(_batch([2], [0]), chunk_size)
+    with pytest.raises(ValueError, match=rf"chunk_tokens: got {chunk_size}, expected at least 1"):
+        split_by_tokens(_batch([2], [0]), chunk_size)

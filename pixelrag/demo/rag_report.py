@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from pixelrag.evaluate import compare
 from pixelrag.evaluate.bootstrap import paired_bootstrap
 
 MEASURES = ("recall@1", "recall@5", "em", "f1")
@@ -84,6 +83,9 @@ def read_run(metrics: Path, *, waits: bool) -> RunFigures:
 
 def read_measured(file: Path) -> dict[str, list[float]]:
     """Of each measure the value of every question, out of what `pixelrag eval --output` wrote."""
+    # Here, so that --help needs no torch.
+    from pixelrag.evaluate import compare
+
     per_query = compare.read_measured(file)["eval"].per_query
     return {name: list(per_query[name]) for name in MEASURES}
 

@@ -49,6 +49,7 @@ demo: install
 	@$(BIN)/pixelrag demo $(JOB) $(ARGS)
 
 # Two files at a time: most tests wait for start-ups and for one another's ranks half of their time.
+# In the order of the folders: demo and distributed take the longest, and what comes last is small.
 test: install
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(or $(ARGS),-n 2 --dist loadfile --no-loadscope-reorder)
 

@@ -33,12 +33,21 @@ from transformers import AutoModel, AutoTokenizer
 model = AutoModel.from_pretrained("{folder}")
 # Pooling, instructions and lengths: pixelrag.json
 """,
-    "causal": """\
-from transformers import AutoModelForCausalLM, AutoTokenizer
+}
+# Of a model that writes text, by what it is.
+_WRITERS = {
+    "causal": "AutoModelForCausalLM",
+    "seq2seq": "AutoModelForSeq2SeqLM",
+    "reader": "AutoModelForImageTextToText",
+}
+_USE |= {
+    form: f"""\
+from transformers import {loader}, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("{folder}")
-tokenizer = AutoTokenizer.from_pretrained("{folder}")
-""",
+model = {loader}.from_pretrained("{{folder}}")
+tokenizer = AutoTokenizer.from_pretrained("{{folder}}")
+"""
+    for form, loader in _WRITERS.items()
 }
 _LIBRARY = {"sentence-transformers": "sentence-transformers", "adapter": "peft"}
 
@@ -82,7 +91,8 @@ def model_card(
 
     Args:
         name: the exported folder's.
-        form: sentence-transformers, adapter, causal, or hf for any other whole encoder.
+        form: sentence-transformers, adapter, or hf for any other whole encoder; causal, seq2seq or
+            reader (of images) for what writes text.
         base: the model that the training started from.
         run: what is known of the training.
         has_vision: whether documents may be images.

@@ -27,6 +27,7 @@ def export_rag(
     dtype: torch.dtype = torch.float32,
     encoder_dtype: torch.dtype = torch.float32,
     max_shard_size: str = MAX_SHARD_SIZE,
+    cards: Mapping[str, str] | None = None,
 ) -> Path:
     """Write `question_encoder/`, `document_encoder/` (unless shared) and `generator/`.
 
@@ -42,23 +43,24 @@ def export_rag(
         dtype: of the generator's written weights.
         encoder_dtype: of the encoders'.
         max_shard_size: as for `export_embedder`.
+        cards: content of each part's `README.md`.
 
     Raises:
         CheckpointError: see `export_embedder` and `export_causal`.
     """
-    folder = Path(folder)
+    folder, cards = Path(folder), cards or {}
     parts = {name: _part(state_dict, name) for name in ("question_encoder", "document_encoder")}
     for name, prepare in (("question_encoder", queries), ("document_encoder", documents)):
         encoder = getattr(model, name)
         if encoder is not None:
             export_embedder(
                 encoder, prepare, parts[name], folder / name, temperature=temperature,
-                dtype=encoder_dtype, max_shard_size=max_shard_size,
+                dtype=encoder_dtype, max_shard_size=max_shard_size, card=cards.get(name),
             )  # fmt: skip
     weights = _part(state_dict, "generator")
     export_causal(
         model.generator, generator, weights, folder / "generator",
-        dtype=dtype, kind="generator", max_shard_size=max_shard_size,
+        dtype=dtype, kind="generator", max_shard_size=max_shard_size, card=cards.get("generator"),
     )  # fmt: skip
     return folder
 

@@ -18,6 +18,7 @@ from pixelrag.config.contrastive import ContrastiveConfig
 from pixelrag.config.distill import DistillConfig
 from pixelrag.config.jobs import config_class, job_of
 from pixelrag.config.parts import ModelConfig
+from pixelrag.config.rag import RagConfig
 from pixelrag.distributed.env import process_group, read_ranks
 from pixelrag.errors import CheckpointError, ConfigError
 from pixelrag.export.causal import export_causal
@@ -34,7 +35,7 @@ from pixelrag.train.checkpoint import verify_dir
 from pixelrag.train.contrastive import build_biencoder
 from pixelrag.train.export_facts import run_of
 from pixelrag.train.job import show_log, worded_disk_errors
-from pixelrag.train.rag_data import build_parts
+from pixelrag.train.rag_data import RagParts, build_parts, document_encoder_config
 from pixelrag.train.run_state import load_parameters
 
 
@@ -236,4 +237,22 @@ def _export_generator(
         parts.container, parts.queries, parts.documents, parts.generator, state, output,
         temperature=1.0 / float(scale_from_log(state["logit_scale.log_scale"])),
         dtype=dtype, encoder_dtype=dtype, max_shard_size=max_shard_size,
+        cards=_cards(config, parts, run_of(checkpoint), output.name),
     )  # fmt: skip
+
+
+def _cards(config: RagConfig, parts: RagParts, run: RunFacts, name: str) -> dict[str, str]:
+    """The card of each part."""
+    generator, writer = config.generator, parts.container.generator
+    writes = "reader" if writer.has_vision else "seq2seq" if writer.is_seq2seq else "causal"
+    described = {
+        "question_encoder": ("hf", resolve_source(config.question_encoder.name_or_path)),
+        "document_encoder": ("hf", resolve_source(document_encoder_config(config).name_or_path)),
+        "generator": (
+            writes, resolve_source(generator.name_or_path, gguf_file=generator.gguf_file)
+        ),
+    }  # fmt: skip
+    return {
+        part: model_card(f"{name}/{part}", form, base, run, has_vision=False)
+        for part, (form, base) in described.items()
+    }

@@ -82,7 +82,9 @@ def test_every_part_loads_and_does_what_it_did(material: Path, tmp_path: Path, a
         base = AutoModel.from_pretrained(material / before[role], add_pooling_layer=False)
         trained = load_file(folder / part / "model.safetensors")
         assert any(_differ(trained[name], w) > 1e-3 for name, w in base.state_dict().items())
+        assert f"from `{material / before[role]}`" in (folder / part / "README.md").read_text()
     model = AutoModelForSeq2SeqLM.from_pretrained(folder / "generator").eval()
+    assert "AutoModelForSeq2SeqLM.from_pretrained" in (folder / "generator/README.md").read_text()
     inputs, targets = own["inputs"], own["inputs"]["target_ids"]
     asked = {name: inputs[name] for name in ("input_ids", "attention_mask")}
     with torch.no_grad():

@@ -1,5 +1,6 @@
 """A loss or gradient that is no number stops all ranks at that step, and nothing of it is kept."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -31,8 +32,8 @@ def faulty(tmp_path, base):
     return _run
 
 
-def _row_of_rank_1() -> str:
-    """Sample id of the last row of the step: rank 1 has it."""
+def _row_of_the_step() -> str:
+    """Sample id of a row of the step; which rank has it depends on what the rows cost."""
     rows = GlobalBatchSampler(26, 8).global_batch(STEP - 1)
     return f"train.jsonl:{rows[-1] + 1}"
 
@@ -54,12 +55,12 @@ def _assert_stopped(folder: Path, ended: nursery.Ended) -> str:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_row_whose_embedding_is_nan(faulty, engine):
-    row = _row_of_rank_1()
+    row = _row_of_the_step()
     payload = {"sample_id": row, "value": float("nan")}
     folder, ended = faulty("poisoned_row", payload, {"engine": {"name": engine}})
     message = _assert_stopped(folder, ended)
     assert "loss is nan" in message
-    assert f"Rows that it comes from: rank 1: {row}." in message
+    assert re.search(rf"Rows that it comes from: rank [01]: {re.escape(row)}\.", message)
     rows = GlobalBatchSampler(26, 8).global_batch(STEP - 1)
     for index in rows:
         assert f"train.jsonl:{index + 1}" in message
@@ -83,9 +84,10 @@ def test_a_gradient_that_is_nan_in_bf16(faulty, engine):
 
 
 def test_an_infinite_embedding(faulty):
-    payload = {"sample_id": _row_of_rank_1(), "value": float("inf")}
+    payload = {"sample_id": _row_of_the_step(), "value": float("inf")}
     folder, ended = faulty("poisoned_row", payload)
-    assert f"rank 1: {_row_of_rank_1()}." in _assert_stopped(folder, ended)
+    row = re.escape(_row_of_the_step())
+    assert re.search(rf"it comes from: rank [01]: {row}\.", _assert_stopped(folder, ended))
 
 
 def test_an_infinite_weight_on_one_rank(faulty):

@@ -21,7 +21,7 @@ from pixelrag.config.parts import (
     ModelConfig,
     OptimConfig,
 )
-from pixelrag.config.problems import Conflict
+from pixelrag.config.problems import Conflict, shown
 from pixelrag.config.rules import (
     ema_conflicts,
     engine_conflicts,
@@ -142,6 +142,7 @@ class ContrastiveConfig(JobConfig):
         yield from loss_conflicts(self.loss)
         yield from resume_conflicts(self)
         yield from _query_side_conflicts(self)
+        yield from _untouched_by_queries(self)
 
     @property
     def document_model(self) -> str | None:
@@ -175,6 +176,36 @@ def _query_side_conflicts(config: ContrastiveConfig) -> Iterator[Conflict]:
             "that embeds documents",
             remedy=f"name an export of that model in model.name_or_path, and leave {name} out",
         )
+
+
+def _nothing_to_choose_by() -> Conflict:
+    return Conflict(
+        ("checkpoint.keep_best", "data.eval"),
+        got="checkpoint.keep_best true without data.eval",
+        remedy="name held-out rows in data.eval, or set checkpoint.keep_best false",
+    )
+
+
+def _untouched_by_queries(config: ContrastiveConfig) -> Iterator[Conflict]:
+    """Queries are texts: the vision tower and its mergers do nothing for them."""
+    if "document" in config.train:
+        return
+    lora, optim = config.lora, config.optim
+    unfrozen = [part for part in config.model.unfrozen or () if part != "text"]
+    others = {
+        "model.unfrozen": unfrozen,
+        "lora.vision": lora.vision != "none" and lora.vision,
+        "lora.merger": lora.merger,
+        "optim.vision_learning_rate": optim.vision_learning_rate,
+        "optim.merger_learning_rate": optim.merger_learning_rate,
+    }
+    for name, value in others.items():
+        if value:
+            yield Conflict(
+                ("train", name),
+                got=f"train [query] with {name} {shown(value)}: no query goes through that part",
+                remedy=f"leave {name} out, or set train to [query, document]",
+            )
 
 
 def _unfrozen_conflicts(config: ContrastiveConfig) -> Iterator[Conflict]:
@@ -234,6 +265,8 @@ def _evaluation_conflicts(config: ContrastiveConfig) -> Iterator[Conflict]:
         )
     if config.data.eval:
         return
+    if config.checkpoint.keep_best and not tiles:
+        yield _nothing_to_choose_by()
     for name in (
         ("corpus", "max_rows") if tiles else ("every_steps", "on_start", "corpus", "max_rows")
     ):

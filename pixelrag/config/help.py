@@ -57,4 +57,6 @@ def _option(path: str, field: FieldInfo) -> list[str]:
 
 def _default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
+    if isinstance(value, list):
+        return f"[{', '.join(map(str, value))}]"
     return write_yaml({"v": value}).removeprefix("v: ").strip()

@@ -156,6 +156,8 @@ def _type_in_words(annotation: Any, bounds: str = "") -> str:
         return str(members[0])
     if origin is typing.Literal:
         return "one of " + ", ".join(str(member) for member in members)
+    if origin is list and typing.get_origin(members[0]) is typing.Literal:
+        return f"a list of some of {', '.join(typing.get_args(members[0]))}{bounds}"
     if origin is list:
         return f"a list of {'texts' if accepts(members[0], str) else 'numbers'}{bounds}"
     words = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}

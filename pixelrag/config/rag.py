@@ -139,6 +139,15 @@ def _part_conflicts(config: RagConfig) -> Iterator[Conflict]:
             "encoder",
             remedy="leave it out (the passages' vectors do not change), or add document to train",
         )
+    retriever = config.loss.retriever
+    # With fid one must be named; it is the generator's alone then.
+    needless = retriever != "marginal" and config.loss.answer != "fid"
+    if needless and not trained & {"question", "document"}:
+        yield Conflict(
+            ("loss.retriever", "train"),
+            got=f"loss.retriever {retriever} with train {shown(config.train)}: no encoder learns",
+            remedy="add question or document to train, or leave loss.retriever out",
+        )
     for section, parts in (
         ("encoder_lora", {"question", "document"}),
         ("generator_lora", {"generator"}),
@@ -225,6 +234,12 @@ def _evaluation_conflicts(config: RagConfig) -> Iterator[Conflict]:
         )
     if config.data.eval:
         return
+    if config.checkpoint.keep_best:
+        yield Conflict(
+            ("checkpoint.keep_best", "data.eval"),
+            got="checkpoint.keep_best true without data.eval",
+            remedy="name held-out questions in data.eval, or set checkpoint.keep_best false",
+        )
     for name in ("every_steps", "on_start", "fresh_index", "max_questions"):
         value = getattr(config.eval, name)
         if value not in (None, False):

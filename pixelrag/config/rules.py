@@ -134,8 +134,15 @@ def resume_conflicts(config: JobConfig) -> Iterator[Conflict]:
             yield Conflict(
                 ("checkpoint.allow_changes",),
                 got=f"checkpoint.allow_changes {name!r}, which is no option of this job",
-                remedy="name options or sections, such as loss.temperature or data",
+                remedy="name options or sections, such as loss.label_smoothing or data",
             )
+    if config.checkpoint.init_from is not None and resume not in ("auto", "never"):
+        yield Conflict(
+            ("checkpoint.init_from", "checkpoint.resume"),
+            got=f"checkpoint.init_from beside checkpoint.resume {resume!r}: a new run's weights, "
+            "and a run to go on with",
+            remedy="give one of them; checkpoint.resume auto goes on with the new run, too",
+        )
     # Only a slip of the pen is caught here: a run's config.yaml must load after its checkpoints are
     # gone, and a folder that is named but missing is reported by what reads checkpoints.
     if resume not in ("auto", "never") and "/" not in resume and not Path(resume).exists():

@@ -21,6 +21,7 @@ from pixelrag.config.rag import RagConfig
 from pixelrag.console import say
 from pixelrag.distributed.collectives import from_main
 from pixelrag.distributed.env import World
+from pixelrag.distributed.together import together
 from pixelrag.errors import CheckpointError, ConfigError
 from pixelrag.evaluate.answer_page import write_answers
 from pixelrag.evaluate.answer_rows import answer_rows
@@ -147,6 +148,8 @@ def _baseline(config: ContrastiveConfig, baseline: str, world: World) -> dict[st
     path = Path(baseline)
     if path.suffix == ".json" and path.is_file():
         return from_main(lambda: read_measured(path))
+    with together():
+        resolve_source(baseline, setting="--baseline")
     model = config.model.model_copy(update={"name_or_path": baseline})
     # Its answers to questions would be compared with nothing.
     mute = dict.fromkeys(("reader_url", "reader_model", "grader_url", "grader_model"))

@@ -191,6 +191,11 @@ def _compare_configs(folder: Path, config: JobConfig) -> None:
             + "\nRestore these settings, name those that are meant in checkpoint.allow_changes, or "
             "choose another output_dir for a new run"
         )
+    if "loss.temperature" in identity and getattr(config.loss, "learnable_temperature", False):
+        raise CheckpointError(
+            f"{folder}: {differing['loss.temperature']}; a temperature that is trained goes on "
+            "from the checkpoint's. Leave loss.temperature as it was"
+        )
     changed = [
         text
         for path, text in differing.items()
@@ -249,7 +254,8 @@ def load_parameters(folder: Path, module: nn.Module, kind: str = "model") -> Non
     if unlike:
         raise CheckpointError(
             f"{folder}: {len(unlike)} parameters are in only one of checkpoint and model, first "
-            f"{unlike[0]!r}; lora and model must be as when it was written"
+            f"{unlike[0]!r}; what is trained (model, lora, loss.name, loss.learnable_temperature) "
+            "must be as when it was written"
         )
     for name, parameter in trained.items():
         if tensors[name].shape != parameter.shape:

@@ -384,15 +384,19 @@ def test_changes_of_meaning_are_allowed_by_name(one_step, tmp_path):
     data = {"data": {"train": write_jsonl(path, text_rows(12))}}
     one_step(data)[1].check()
     write_jsonl(path, text_rows(15, first=1))
-    more = {"optim": {"max_steps": 2}, "loss": {"temperature": 0.1}}
+    more = {"optim": {"max_steps": 2}, "loss": {"label_smoothing": 0.1}}
     _, ended = one_step(data, more, {"checkpoint": {"allow_changes": ["data"]}})
     assert ended.codes == [5]
-    assert "loss.temperature: was None, is 0.1" in ended.text
+    assert "loss.label_smoothing: was 0.0, is 0.1" in ended.text
     assert "checkpoint.allow_changes" in ended.text
-    names = {"checkpoint": {"allow_changes": ["data", "loss.temperature"]}}
+    names = {"checkpoint": {"allow_changes": ["data", "loss"]}}
+    trained = {"loss": {"temperature": 0.1}}
+    _, ended = one_step(data, trained, names)
+    assert ended.codes == [5]
+    assert "a temperature that is trained goes on from the checkpoint's" in ended.text
     _, ended = one_step(data, more, names)
     ended.check()
-    assert "resuming with changed settings: loss.temperature: was None, is 0.1" in ended.text
+    assert "resuming with changed settings: loss.label_smoothing: was 0.0, is 0.1" in ended.text
     assert "the data begin at their first batch" in ended.text
     _, ended = one_step(data, {"checkpoint": {"allow_changes": ["los.temperature"]}})
     assert ended.codes == [2]

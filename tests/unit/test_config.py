@@ -274,6 +274,22 @@ BAD_PAIRS = [
         "train [query] with model.adapter",
         "model.adapter out",
     ),
+    (
+        ["--train=query", "--model.unfrozen=text,merger"],
+        "train [query] with model.unfrozen ['merger']: no query goes through",
+        "model.unfrozen out",
+    ),
+    (
+        ["--train=query", "--lora.enabled=true", "--lora.vision=all"],
+        "train [query] with lora.vision 'all'",
+        "[query, document]",
+    ),
+    (["--checkpoint.keep_best=true"], "keep_best true without data.eval", "data.eval"),
+    (
+        ["--checkpoint.init_from=a", "--resume=runs/gone/checkpoint-5"],
+        "checkpoint.init_from beside checkpoint.resume",
+        "one of them",
+    ),
     (["--resume", "atuo"], "'atuo', and there is no such folder", "auto, never"),
 ]
 
@@ -312,6 +328,11 @@ def test_an_option_of_two_kinds_is_described_once():
     text = mistakes("--batch.chunk_size", "aut")
     assert "got 'aut', expected an integer of 1 or more or auto; did you mean auto?" in text
     assert text.startswith("1 problem ")
+
+
+def test_a_list_of_choices_names_them():
+    text = mistakes("--model.unfrozen=foo")
+    assert "expected a list of some of text, vision, merger or null" in text
 
 
 def test_siglip_starts_as_in_its_paper():

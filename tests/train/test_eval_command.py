@@ -105,6 +105,12 @@ def test_a_baseline_may_be_a_model_or_an_earlier_result(asked, tmp_path, shelf):
     assert mrr["change"]["low"] <= mrr["change"]["mean"] <= mrr["change"]["high"]
 
 
+def test_a_baseline_that_is_not_there_is_named_by_its_flag(asked):
+    ended = asked("--baseline", "/nowhere/model")
+    assert ended.codes == [4]
+    assert "--baseline '/nowhere/model': there is no such folder" in ended.text
+
+
 def test_the_temperature_is_the_one_exported(tmp_path):
     config = ContrastiveConfig(
         model={"name_or_path": str(tmp_path)}, data={"train": ["t"]}, optim={"max_steps": 1},

@@ -8,15 +8,17 @@ from collections.abc import Iterator
 
 import pytest
 
+_TOKEN = secrets.token_hex(32)
+
 
 @contextlib.contextmanager
 def ray_cluster() -> Iterator[str]:
     """Start it; yields its address."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        # A token of its own: Ray would leave one in the home folder.
+        # Ray would leave a token in the home folder; one for all, as it remembers its first.
         patch.setenv("RAY_AUTH_MODE", "token")
-        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        patch.setenv("RAY_AUTH_TOKEN", _TOKEN)
         import ray
 
         ray.init(

@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 _NAME = re.compile(r"checkpoint-(\d+)")
 _LEFTOVER = re.compile(r"\.(?P<name>checkpoint-\d+|best|last)\.(?P<kind>tmp|old|trash)")
 # Exports name the process that writes them instead of signing the folder.
-_EXPORT_LEFTOVER = re.compile(r"\.(?P<name>best|last)\.(?P<kind>part|old)-(?P<pid>\d+)")
+_EXPORTS = "best|last|question_encoder|document_encoder|generator"
+_EXPORT_LEFTOVER = re.compile(rf"\.(?P<name>{_EXPORTS})\.(?P<kind>part|old)-(?P<pid>\d+)")
 
 
 def checkpoint_dir(output_dir: Path, step: int) -> Path:
@@ -144,7 +145,9 @@ def clean_leftovers(output_dir: Path) -> None:
     """Remove what dead runs left half-way and put back what a replacement had set aside. Rank 0."""
     if not output_dir.is_dir():
         return
-    for path in sorted(output_dir.iterdir()):
+    # The parts of an exported RAG model are folders of their own within best/ and last/.
+    inner = [p for name in ("best", "last") for p in (output_dir / name).glob(".*")]
+    for path in sorted([*output_dir.iterdir(), *inner]):
         match = _LEFTOVER.fullmatch(path.name) or _EXPORT_LEFTOVER.fullmatch(path.name)
         if match is None or not path.is_dir() or path.is_symlink():
             continue

@@ -420,8 +420,10 @@ def test_leftovers_of_dead_runs_go_and_live_ones_stay(tmp_path, sleeper):
     trash.mkdir()
     mine = tmp_path / ".notes.tmp"
     mine.mkdir()
+    part = tmp_path / "last" / f".generator.part-{dead_pid()}"
+    part.mkdir(parents=True)
     clean_leftovers(tmp_path)
-    assert [p.exists() for p in (dead, reused, away_old, unsigned, trash)] == [False] * 5
+    assert [p.exists() for p in (dead, reused, away_old, unsigned, trash, part)] == [False] * 6
     assert [p.exists() for p in (live, away, mine)] == [True] * 3
 
 

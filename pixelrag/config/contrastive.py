@@ -155,6 +155,8 @@ class ContrastiveConfig(JobConfig):
 
 def _query_side_conflicts(config: ContrastiveConfig) -> Iterator[Conflict]:
     """Documents must be embedded by what `model.name_or_path` alone names, then and later."""
+    if len(config.train) > len(set(config.train)):
+        yield Conflict(("train",), f"train {shown(config.train)}", "name each part once")
     if "query" not in config.train:
         yield Conflict(
             ("train",),

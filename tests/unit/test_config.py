@@ -268,6 +268,7 @@ BAD_PAIRS = [
         "batch.chunk_tokens 9 with batch.chunk_size 16, which counts rows",
         "batch.chunk_size auto",
     ),
+    (["--train=query,query"], "train ['query', 'query']", "each part once"),
     (["--train=document"], "train without query", "[query, document] or [query]"),
     (
         ["--train=query", "--model.adapter=a"],

@@ -130,8 +130,8 @@ def publish(final: Path, info: Mapping[str, Any]) -> None:
 
 
 def abandon(final: Path) -> None:
-    """Remove what `begin` made."""
-    shutil.rmtree(hidden(final, "tmp"), ignore_errors=True)
+    """Remove what `begin` made; once nobody writes into it any more."""
+    discard(hidden(final, "tmp"))
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

@@ -164,11 +164,13 @@ class Saver:
         waited: float,
     ) -> None:
         started = time.monotonic()
+        reports: list[str] | None = None
         try:
             with atomic.disk_errors(final):
                 self._write_own(atomic.hidden(final, "tmp"), parts)
             if self._engine.rank == 0:
-                self._commit(final, state)
+                reports = self._reports()
+                self._commit(final, state, reports)
                 took = time.monotonic() - started
                 self._wrote.append(took)
                 waited += 0.0 if self._config.checkpoint.async_save else took
@@ -179,6 +181,8 @@ class Saver:
         except Exception as error:
             self._error = error
             if self._engine.rank == 0:
+                if reports is None:
+                    self._reports()  # a rank that still writes would bring the folder back
                 atomic.abandon(final)
             else:
                 self._post(str(error) or type(error).__name__)
@@ -190,15 +194,13 @@ class Saver:
         for kind, tensors in parts.items():
             save_tensors(folder / part_name(kind, rank, world_size), tensors)
 
-    def _commit(self, final: Path, state: RunState) -> None:
+    def _commit(self, final: Path, state: RunState, reports: list[str]) -> None:
+        for rank, failure in enumerate(reports, start=1):
+            if failure:
+                raise CheckpointError(f"rank {rank}: {failure}")
         folder = atomic.hidden(final, "tmp")
         (folder / "state.json").write_text(json.dumps(asdict(state)), encoding="utf-8")
         (folder / "config.yaml").write_text(dump(self._config), encoding="utf-8")
-        for rank in range(1, self._engine.world_size):
-            failure = self._store.get(self._key(rank)).decode()
-            self._store.delete_key(self._key(rank))
-            if failure:
-                raise CheckpointError(f"rank {rank}: {failure}")
         info: dict[str, Any] = {
             "step": state.step,
             "world_size": self._engine.world_size,
@@ -212,6 +214,14 @@ class Saver:
             keep_every=options.keep_every,
             keep_step=self._best_step if options.keep_best else None,
         )
+
+    def _reports(self) -> list[str]:
+        """What each other rank posted once it was done with the folder; "" where all went well."""
+        keys = [self._key(rank) for rank in range(1, self._engine.world_size)]
+        reports = [self._store.get(key).decode() for key in keys]
+        for key in keys:
+            self._store.delete_key(key)
+        return reports
 
     def _post(self, failure: str) -> None:
         self._store.set(self._key(self._engine.rank), failure)

@@ -273,11 +273,18 @@ def slow_disk(payload: dict[str, Any]) -> None:
 
 
 def broken_part(payload: dict[str, Any]) -> None:
-    """On rank `rank` the part of the checkpoint of step `step` cannot be written."""
+    """On rank `rank` the part of the checkpoint of step `step` cannot be written.
+
+    The other ranks are a little later, and write wherever the folder is.
+    """
 
     def fail(self: Any, folder: Path, *_: Any) -> None:
-        if _rank() == payload["rank"] and folder.name == f".checkpoint-{payload['step']}.tmp":
-            raise CheckpointError("no space left for part 2")
+        if folder.name != f".checkpoint-{payload['step']}.tmp":
+            return
+        if _rank() == payload["rank"]:
+            raise CheckpointError("no space left for this part")
+        time.sleep(1)
+        folder.mkdir(exist_ok=True)
 
     _before(saver.Saver, "_write_own", fail)
 

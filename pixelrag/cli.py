@@ -37,6 +37,9 @@ _CODEC = "exact, or int8: half the size and inexact (default exact)"
 
 
 COMMANDS = {
+    "init": Command(
+        "write a commented starter configuration for your own files", "pixelrag.init.command"
+    ),
     "contrastive": Command(
         "train a retriever on (query, document) rows", "pixelrag.train.contrastive", "contrastive"
     ),

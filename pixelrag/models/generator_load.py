@@ -94,6 +94,33 @@ def load_generator(
     return generator.train(), preprocessor
 
 
+def outline_generator(config: GeneratorConfig, lora: LoraConfig | None = None) -> Generator:
+    """The modules and shapes of `load_generator` without weights: nothing is allocated.
+
+    Raises:
+        ModelError: its configuration is not there or not one of a generator.
+    """
+    source = resolve_source(config.name_or_path, setting=_SETTING, gguf_file=config.gguf_file)
+    base, _ = _base_of(source)
+    # What runs on other hardware need not run here.
+    plain = config.model_copy(update={"attention": "sdpa", "random_init": True})
+    with quiet(), torch.device("meta"):
+        model = _load_model(plain, base, torch.float32, False, False)
+        seq2seq = model.config.is_encoder_decoder
+        lm = with_adapters(
+            model,
+            lora or LoraConfig(),
+            None,
+            base,
+            has_vision=model.config.model_type == "qwen3_vl",
+            task_type=TaskType.SEQ_2_SEQ_LM if seq2seq else TaskType.CAUSAL_LM,
+        )
+    generator = Generator(lm)
+    if config.gradient_checkpointing:
+        generator.enable_gradient_checkpointing()
+    return generator
+
+
 def read_prompts(config: GeneratorConfig, *, observed: bool = False) -> GeneratorPreprocessor:
     """What builds the generator's prompts, from its small files alone: no weights.
 

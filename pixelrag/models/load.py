@@ -111,6 +111,39 @@ def load_embedder(
     return embedder.train(), preprocessor
 
 
+def outline_embedder(model_cfg: ModelConfig, lora_cfg: LoraConfig | None = None) -> Embedder:
+    """The modules and shapes of `load_embedder` without weights: nothing is allocated.
+
+    Raises:
+        ModelError: its configuration is not there or not one of an encoder.
+    """
+    _, base = _sources(model_cfg)
+    # What runs on other hardware need not run here.
+    plain = model_cfg.model_copy(update={"attention": "sdpa", "random_init": True})
+    with quiet(), torch.device("meta"):
+        model, is_dpr = _load_model(plain, base, torch.float32, False)
+        backbone = with_adapters(
+            model, lora_cfg or LoraConfig(), None, base, has_vision=is_vision(model), probe=None
+        )
+    pooling = "cls" if is_dpr else "last" if is_vision(model) else "mean"
+    if model_cfg.pooling != "auto":
+        pooling = model_cfg.pooling
+    embedder = Embedder(backbone, pooling)
+    if model_cfg.gradient_checkpointing:
+        embedder.enable_gradient_checkpointing()
+    return embedder
+
+
+def read_preprocessor(model_cfg: ModelConfig, outline: Embedder) -> Preprocessor:
+    """What makes inputs for `outline_embedder`'s model, from its small files.
+
+    Raises:
+        ModelError: the tokenizer or image processor is missing or does not fit.
+    """
+    with quiet():
+        return load_preprocessor(model_cfg, *_sources(model_cfg), outline.base_model)[0]
+
+
 def _sources(model_cfg: ModelConfig) -> tuple[ModelSource, ModelSource]:
     """The folder that has the last word, an adapter's if there is one, and the model below it."""
     source = resolve_source(model_cfg.name_or_path)

@@ -86,6 +86,11 @@ class Preprocessor:
             return None
         return self.image_processor.size["longest_edge"] // self._factor**2
 
+    @property
+    def visual_side(self) -> int | None:
+        """Pixels on a side of what becomes one token of an image; None for text models."""
+        return None if self.image_processor is None else self._factor
+
     def queries(self, texts: Sequence[str]) -> Batch:
         """Queries to `input_ids` and `attention_mask`, both int64 [B, T].
 

@@ -1,0 +1,1 @@
+"""`pixelrag init`: a commented starter configuration for the user's own files."""

@@ -1,11 +1,11 @@
 # Set-up, demo, tests and checks. Needs make and Python 3.11 or newer; everything else goes to .venv.
 #   make demo [JOB=contrastive] [ARGS=...]    install what is missing, run a job on real data
 #   make test [ARGS=...]                      install what is missing, run the tests
-#   make install | make lint
+#   make install | make lint | make audit (known advisories of the pinned versions; needs the network)
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint
+.PHONY: help install demo test lint audit
 
 VENV ?= .venv
 JOB ?= contrastive
@@ -57,3 +57,7 @@ lint: install
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/lint-imports
+
+audit: install
+	@$(BIN)/pip-audit --version >/dev/null 2>&1 || { echo "make: pip-audit is not installed in $(VENV)" >&2; exit 1; }
+	@$(BIN)/pip-audit --requirement constraints-cpu.txt --no-deps --disable-pip --progress-spinner off

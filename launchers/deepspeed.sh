@@ -11,7 +11,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 where=()
 if [ -n "${HOSTFILE:-}" ]; then
-  head="${HEAD:-$(awk '/^[^#]/ { print $1; exit }' "$HOSTFILE")}"
+  head="${HEAD:-$(awk '/^[^#]/ { print $1; exit }' < "$HOSTFILE")}"
   where+=(--hostfile "$HOSTFILE" --master_addr "$head" --master_port "${PORT:-29500}")
   if [ -n "${NODE_RANK:-}" ]; then
     where+=(--no_ssh --node_rank "$NODE_RANK")
@@ -23,6 +23,15 @@ if [ -n "${HOSTFILE:-}" ]; then
     done
     where+=(--launcher openmpi --launcher_args "${carried# } ${MPIRUN_OPTIONS:-}")
   else
+    # DeepSpeed hands these words to the shell of every host as they are, and pdsh replaces %.
+    for word in "$PWD/." "$@"; do
+      case "$word" in
+        *[!A-Za-z0-9_@+=:,./\ -]* | *' '*/.)
+          echo "deepspeed.sh: $word: pdsh would have a shell read it; put it into the --config file," \
+            "run from a folder without spaces, or use LAUNCHER=openmpi or NODE_RANK" >&2
+          exit 2 ;;
+      esac
+    done
     where+=(--launcher pdsh)
   fi
 elif [ -n "${PROCESSES:-}" ]; then

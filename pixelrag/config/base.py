@@ -17,7 +17,15 @@ from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from pixelrag.config.flags import parse_flags, take_preset
-from pixelrag.config.problems import Conflict, Problem, problems_of, report, sections_of, shown
+from pixelrag.config.problems import (
+    URL_USER,
+    Conflict,
+    Problem,
+    problems_of,
+    report,
+    sections_of,
+    shown,
+)
 from pixelrag.config.section import Section, accepts
 from pixelrag.config.yaml_file import read_yaml, write_yaml
 from pixelrag.errors import ConfigError
@@ -69,7 +77,7 @@ class JobConfig(BaseSettings, Section):
 
     @model_validator(mode="after")
     def _no_conflicts(self) -> Self:
-        if found := list(self.conflicts()):
+        if found := [*_secrets(self.model_dump(mode="json")), *self.conflicts()]:
             text = "; ".join(str(conflict) for conflict in found)
             raise PydanticCustomError("conflicts", "{text}", {"text": text, "conflicts": found})
         return self
@@ -168,6 +176,21 @@ def _without(values: Mapping[str, Any], bad: set[tuple[str, ...]]) -> dict[str, 
         if isinstance(value, dict):
             kept[key] = {leaf: item for leaf, item in value.items() if (key, leaf) not in bad}
     return kept
+
+
+def _secrets(values: Any, path: tuple[str, ...] = ()) -> Iterator[Conflict]:
+    """URLs with a name or password: they would stand in config.yaml and in model cards."""
+    if isinstance(values, Mapping | list):
+        pairs = values.items() if isinstance(values, Mapping) else enumerate(values)
+        for name, value in pairs:
+            yield from _secrets(value, path if isinstance(name, int) else (*path, name))
+    elif isinstance(values, str) and URL_USER.search(values):
+        name = ".".join(path)
+        yield Conflict(
+            (name,),
+            got=f"{name}: a URL with a name or password in it",
+            remedy="take it out; credentials come from the environment or from ~/.netrc",
+        )
 
 
 def dump(config: JobConfig) -> str:

@@ -3,10 +3,10 @@
 The rest of the file is the engine's to resolve; only these two pick fields of ours.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from pixelrag.json_text import read_json
 
 
 class DeepSpeedFileError(ValueError):
@@ -25,28 +25,17 @@ class DeepSpeedFile:
     bf16: bool | None
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    seen: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in seen:
-            raise DeepSpeedFileError(f"each key once ({key!r} stands twice in the file)")
-        seen[key] = value
-    return seen
-
-
 def read_deepspeed_file(path: Path) -> DeepSpeedFile:
     """Read stage and offload of the DeepSpeed file at `path`.
 
     Raises `DeepSpeedFileError` where the file is missing, no JSON object, or of an unknown stage.
     """
     try:
-        content = json.loads(path.read_text("utf-8"), object_pairs_hook=_no_duplicates)
+        content = read_json(path)
     except OSError as error:
         raise DeepSpeedFileError(f"a readable JSON file ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise DeepSpeedFileError("a JSON file in UTF-8") from error
-    except json.JSONDecodeError as error:
-        raise DeepSpeedFileError(f"valid JSON (line {error.lineno}: {error.msg})") from error
+    except ValueError as error:
+        raise DeepSpeedFileError(f"a JSON file ({error})") from error
     if not isinstance(content, dict):
         raise DeepSpeedFileError(f"a JSON object (it holds a {type(content).__name__})")
     zero = content.get("zero_optimization", {})

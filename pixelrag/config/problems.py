@@ -1,6 +1,7 @@
 """What is wrong with a configuration: every mistake with its place, got, expected and remedy."""
 
 import difflib
+import re
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,6 +30,10 @@ SYNONYMS = {
     "lora_r": "lora.r",
     "lora_alpha": "lora.alpha",
 }
+
+
+URL_USER = re.compile(r"(\w+://)[^/@\s]+@")
+"""What stands before the host of a URL: a name, and mostly a password or token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,7 @@ def shown(value: Any) -> str:
     """`value` as YAML would have it, cut to a readable length."""
     text = {True: "true", False: "false", None: "null"}.get(value) if _is_word(value) else None
     text = repr(value) if text is None else text
+    text = URL_USER.sub(r"\1***@", text)
     # What tells long values apart is as often at their end, a file's name above all.
     return text if len(text) <= 80 else f"{text[:27]}...{text[-50:]}"
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pixelrag.errors import DataError
+from pixelrag.json_text import read_json
 
 logger = logging.getLogger("pixelrag")
 
@@ -132,8 +133,10 @@ def _members(archive: Path) -> Members:
 def _indexed(archive: Path, size: int, mtime_ns: int) -> Members:
     cache = _cache_folder() / f"{hashlib.sha256(os.fsencode(archive)).hexdigest()[:32]}.json"
     state = [size, mtime_ns]
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # none, or half of one
-        kept = json.loads(cache.read_text(encoding="utf-8"))
+    with contextlib.suppress(
+        OSError, ValueError, KeyError, TypeError, AttributeError
+    ):  # none, or half
+        kept = read_json(cache)
         if kept["state"] == state:
             return {member: (start, length) for member, (start, length) in kept["members"].items()}
     members = _scan(archive, size)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from pixelrag.data.schema import BOM, RowError, decode_line
+from pixelrag.data.schema import RowError, decode_line
 from pixelrag.errors import DataError
+from pixelrag.json_text import BOM
 
 NUM_LISTED = 20
 StrPath = str | os.PathLike[str]

@@ -32,8 +32,8 @@ from pixelrag.data.archives import normal_path
 from pixelrag.data.retrieved import KEY, retrieved_negatives
 from pixelrag.data.swift import is_swift_row, plain_row
 from pixelrag.errors import DataError
+from pixelrag.json_text import parse_json
 
-BOM = b"\xef\xbb\xbf"
 # JSON can spell characters that no tokenizer, file system or UTF-8 encoder takes.
 _UNUSABLE = re.compile("[\x00\ud800-\udfff]")
 _POSITIVES = ("pos_passages", "pos_chunk_paths")
@@ -118,38 +118,14 @@ def decode_line(raw: bytes, file: Path, line: int) -> object:
     """The JSON value of one line (without its line ending).
 
     Raises:
-        RowError: not UTF-8, not JSON, or an object that names a key twice (of which Python's
-            parser silently keeps the last).
+        RowError: not UTF-8, not JSON, nested too deeply, or an object that names a key twice
+            (of which Python's parser silently keeps the last). `NaN` passes: Python's writers put
+            it into fields such as `positive_score`, which nothing here reads.
     """
-    where = f"{file}:{line}"
     try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        hint = "; the file looks like UTF-16, save it as UTF-8" if b"\x00" in raw else ""
-        reason = f"not UTF-8: byte 0x{raw[error.start]:02x} at byte {error.start + 1}{hint}"
-        raise RowError(where, [reason]) from error
-    repeated: list[str] = []
-
-    def keep_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        seen: dict[str, object] = {}
-        for key, value in pairs:
-            if key in seen and key not in repeated:
-                repeated.append(key)
-            seen[key] = value
-        return seen
-
-    try:
-        value = json.loads(text, object_pairs_hook=keep_once)
-    except json.JSONDecodeError as error:
-        reason = f"not valid JSON: {error.msg} at column {error.colno}"
-        raise RowError(where, [reason]) from error
-    except (ValueError, RecursionError) as error:
-        # A number of thousands of digits, or thousands of nested brackets.
-        raise RowError(where, [f"not valid JSON: {error}"]) from error
-    if repeated:
-        names = ", ".join(map(_show, repeated))
-        raise RowError(where, [f"names the key {names} more than once; keep one"])
-    return value
+        return parse_json(raw, finite=False, one_line=True)
+    except ValueError as error:
+        raise RowError(f"{file}:{line}", [str(error)]) from error
 
 
 def parse_row(

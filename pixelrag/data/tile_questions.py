@@ -9,7 +9,6 @@ A tile is of the article that its file is called after, see `pixelrag.data.tiles
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from pixelrag.data.lines import BadRow, listing
 from pixelrag.data.schema import Document, kind_of, usable_text
 from pixelrag.data.tiles import article_of
 from pixelrag.errors import DataError
+from pixelrag.json_text import read_json
 
 _SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm"})
 
@@ -90,7 +90,7 @@ def load_tile_set(
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
     kinds = {"tiles_dir": str, "questions": list, "golden_mapping": dict}

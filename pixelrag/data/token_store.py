@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from pixelrag.data.text_encoder import Tokens
 from pixelrag.errors import DataError
+from pixelrag.json_text import read_json
 
 _FORMAT = 1
 _ARRAYS = {
@@ -98,7 +99,7 @@ class TokenStore:
             DataError: the folder holds no such samples, or not all of them.
         """
         try:
-            manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+            manifest = read_json(folder / "manifest.json")
             if manifest["format"] != _FORMAT:
                 raise ValueError(f"format {manifest['format']}, expected {_FORMAT}")
             arrays = {

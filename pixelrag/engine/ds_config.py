@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pixelrag.errors import ConfigError
+from pixelrag.json_text import read_json
 
 # Sections that the job's own config decides. "auto" inside them is dropped: ours stands.
 _OURS = ("optimizer", "scheduler")
@@ -49,13 +50,11 @@ def read_ds_config(path: str | Path) -> dict[str, Any]:
         ConfigError: missing, not JSON, or not an object.
     """
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = read_json(Path(path))
     except OSError as error:
         raise ConfigError(f"engine.deepspeed: cannot read {path}: {error.strerror}") from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"engine.deepspeed: {path}:{error.lineno}: not JSON: {error.msg}"
-        ) from error
+    except ValueError as error:
+        raise ConfigError(f"engine.deepspeed: {path}: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(
             f"engine.deepspeed: {path}: got {type(content).__name__}, expected an object"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from pixelrag.errors import DataError
 from pixelrag.evaluate.bootstrap import Interval, paired_bootstrap, randomization_test
 from pixelrag.evaluate.ranking import per_query_metrics
 from pixelrag.evaluate.runs import Qrels, ranks_of, read_run
+from pixelrag.json_text import read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ def read_measured(path: Path, qrels: Qrels | None = None) -> dict[str, Measured]
 
 def _of_json(path: Path) -> dict[str, Measured]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         sets = {
             name: Measured(entry["queries"], entry["per_query"])
             for name, entry in content["measured"].items()

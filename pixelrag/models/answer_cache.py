@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from pixelrag.errors import ProvenanceError
+from pixelrag.json_text import read_json
 from pixelrag.losses.kd import Head, Projected, TopK
 from pixelrag.models.state_codec import decode
 from pixelrag.models.teacher import TeacherRequest
@@ -90,17 +91,19 @@ class Manifest:
         """
         path = folder / MANIFEST
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = read_json(path)
             if content.pop("format") != FORMAT:
                 raise ValueError(f"expected format {FORMAT}")
             lists = {name: tuple(content[name]) for name in ("data", "parts")}
+            if any(Path(name).name != name for name in lists["parts"]):
+                raise ValueError(f"parts are files beside it, got {lists['parts']}")
             return cls(**content | lists)
         except FileNotFoundError:
             raise ProvenanceError(
                 f"teacher.path {folder}: no {MANIFEST} there; `pixelrag cache-states` and "
                 "`pixelrag cache-logits` write one when they are done"
             ) from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ProvenanceError(
                 f"{path}: cannot be read ({error}); write the cache anew"
             ) from error

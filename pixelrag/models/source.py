@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 from transformers.utils import cached_file
 
 from pixelrag.errors import ModelError
+from pixelrag.json_text import read_json
 from pixelrag.models.pooling import POOLING_MODES, PoolingMode
 
 SETTINGS_FILE = "pixelrag.json"
@@ -72,9 +72,9 @@ class ModelSource:
         if path is None:
             return None
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ModelError(f"{self.name}: {filename} is not JSON: {error}") from error
+            return read_json(path, finite=False)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{self.name}: {filename} cannot be read: {error}") from error
 
 
 def resolve_source(

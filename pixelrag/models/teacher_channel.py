@@ -10,6 +10,7 @@ import contextlib
 import logging
 import socket
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,8 +18,15 @@ from typing import Any, Self
 
 import torch
 
-from pixelrag.errors import EngineError, ProvenanceError
+from pixelrag.errors import ConfigError, EngineError, ProvenanceError
 from pixelrag.losses.kd import Head, Projected
+from pixelrag.models.handshake import (
+    MIN_TOKEN,
+    TOKEN_VARIABLE,
+    accept,
+    introduce,
+    shared_token,
+)
 from pixelrag.models.rows import Rows
 from pixelrag.models.state_codec import Codec, decode, encode
 from pixelrag.models.teacher import LiveTeacher, TeacherRequest
@@ -60,7 +68,8 @@ class RemoteTeacher:
         timeout_seconds: for an answer.
 
     Raises:
-        EngineError: nobody listens there, or the other side is no served teacher.
+        EngineError: nobody listens there, or the other side is no served teacher, or one of the
+            two does not know the other's token.
     """
 
     def __init__(self, address: str, device: torch.device, timeout_seconds: float = 600) -> None:
@@ -73,9 +82,18 @@ class RemoteTeacher:
                 f"teacher.path {address}: no teacher answers there ({error}); start one with "
                 "`pixelrag teacher`, or set teacher.source live"
             ) from error
+        try:
+            introduce(self._socket, shared_token())
+        except OSError as error:
+            self._socket.close()
+            raise EngineError(
+                f"teacher.path {address}: {error}; set {TOKEN_VARIABLE} to what the teacher was "
+                "started with"
+            ) from error
         header, _ = self._ask({"ask": "greeting"}, {})
         try:
             self.greeting = Greeting(**header["greeting"])
+            self._dtype = DTYPES[self.greeting.dtype]
         except (KeyError, TypeError) as error:
             raise EngineError(f"teacher.path {address}: no teacher of this version") from error
         self._head: Head | None = None
@@ -110,7 +128,7 @@ class RemoteTeacher:
                 "supervised": request.supervised_N,
             },
         )
-        states_NH = decode(parts, DTYPES[self.greeting.dtype])
+        states_NH = decode(parts, self._dtype)
         return Projected(states_NH.to(self._device), self.head)
 
     def _ask(
@@ -140,6 +158,22 @@ class RemoteTeacher:
         self.close()
 
 
+def token_for(address: str) -> bytes:
+    """What askers at an address must know: the environment's token, perhaps none at a path.
+
+    Raises:
+        ConfigError: host:port without a token: anyone who reaches the port could ask.
+    """
+    token = shared_token()
+    if not is_path(address) and len(token) < MIN_TOKEN:
+        raise ConfigError(
+            f"--listen {address}: TCP needs a token of {MIN_TOKEN} characters or more in the "
+            f"environment variable {TOKEN_VARIABLE}, here and where the job runs; or listen on the "
+            "path of a Unix socket, which is its owner's alone"
+        )
+    return token
+
+
 class TeacherServer:
     """Serves a live teacher to any number of askers, one question at a time.
 
@@ -149,6 +183,7 @@ class TeacherServer:
         address: path of a Unix socket to make, or host:port.
 
     Raises:
+        ConfigError: see `token_for`.
         EngineError: the address cannot be listened on, e.g. because another server does.
     """
 
@@ -157,6 +192,8 @@ class TeacherServer:
         self._greeting = greeting
         self._turn = threading.Lock()
         self.address = address
+        self._token = token_for(address)
+        self._closed = False
         try:
             self._socket = listening(address)
         except OSError as error:
@@ -168,13 +205,18 @@ class TeacherServer:
         while True:
             try:
                 connection, _ = self._socket.accept()
-            except OSError:  # closed
-                return
+            except OSError as error:
+                if self._closed:
+                    return
+                logger.warning("nobody can connect for now: %s", error)
+                time.sleep(1)  # out of file handles, which other askers give back
+                continue
             threading.Thread(target=self._converse, args=(connection,), daemon=True).start()
 
     def _converse(self, connection: socket.socket) -> None:
         with connection:
             try:
+                accept(connection, self._token)
                 while (question := receive(connection)) is not None:
                     try:
                         with self._turn:
@@ -209,6 +251,7 @@ class TeacherServer:
 
     def close(self) -> None:
         """Stop listening."""
+        self._closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

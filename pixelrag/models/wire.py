@@ -2,14 +2,15 @@
 
 A message is the length of the header, the header, and the bytes of the tensors it lists.
 
-An address is the path of a Unix socket, which only its owner may use, or `host:port`; TCP has
-neither encryption nor passwords, so listen on a private network only.
+An address is the path of a Unix socket, which only its owner may use, or `host:port`. Who may talk
+there is decided before the first message, see `pixelrag.models.handshake`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import socket
 import struct
@@ -17,12 +18,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+
+from pixelrag.json_text import parse_json
 
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER = 1 << 20
-_MAX_TENSOR = 1 << 40
+_MAX_TENSOR = 1 << 36
+_MAX_TENSORS = 64
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -62,12 +65,20 @@ def receive(
     (size,) = _LENGTH.unpack(start)
     if size > _MAX_HEADER:
         raise ValueError("not a message of pixelrag")
-    header = json.loads(bytes(_exactly(connection, size)))
+    try:
+        header = parse_json(bytes(_exactly(connection, size)), finite=False)
+        listed = [(str(name), DTYPES[kind], list(shape)) for name, kind, shape in header["tensors"]]
+        del header["tensors"]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"not a message of pixelrag: {error!r}") from error
+    if len(listed) > _MAX_TENSORS:
+        raise ValueError(f"{len(listed)} tensors in a message")
     tensors = {}
-    for name, kind, shape in header.pop("tensors"):
-        dtype = DTYPES[kind]
-        count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        if not 0 <= count <= _MAX_TENSOR:
+    for name, dtype, shape in listed:
+        if not all(type(side) is int and side >= 0 for side in shape):
+            raise ValueError(f"tensor {name}: no shape {shape}")
+        count = math.prod(shape) * dtype.itemsize
+        if count > _MAX_TENSOR:
             raise ValueError(f"tensor {name}: {count} bytes")
         if count == 0:
             tensors[name] = torch.empty(shape, dtype=dtype)

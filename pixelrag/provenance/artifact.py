@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pixelrag.errors import CheckpointError, ProvenanceError
+from pixelrag.json_text import read_json
 from pixelrag.train.atomic import MANIFEST as COMPLETE
 from pixelrag.train.atomic import inspect as problems_of
 from pixelrag.train.atomic import read_manifest
@@ -76,7 +77,7 @@ def disagreements(one: Artifact, other: Artifact) -> list[str]:
 def _checkpoint(path: Path) -> Artifact:
     try:
         manifest = read_manifest(path)
-        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        state = _json(path / "state.json")
         info, versions = manifest["info"], manifest["versions"]
         position = state["position"]
         sizes = sum(entry["size"] for entry in manifest["files"].values())
@@ -90,7 +91,7 @@ def _checkpoint(path: Path) -> Artifact:
             "versions": ", ".join(f"{name} {value}" for name, value in versions.items()),
         }
         marks = {"configuration": state["fingerprint"]} | _strings(position)
-    except (OSError, ValueError, KeyError, CheckpointError) as error:
+    except (KeyError, TypeError, AttributeError, ProvenanceError, CheckpointError) as error:
         return Artifact(path, "checkpoint", problems=[f"cannot be read: {error}"])
     return Artifact(path, "checkpoint", facts, marks, problems_of(path))
 
@@ -204,7 +205,7 @@ def _hash(value: Any) -> str:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path, finite=False)
     except (OSError, ValueError) as error:
         raise ProvenanceError(f"{path}: cannot be read: {error}") from error
     if not isinstance(content, dict):

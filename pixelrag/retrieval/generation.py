@@ -22,6 +22,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from pixelrag.errors import IndexError_, ProvenanceError
+from pixelrag.json_text import read_json
+from pixelrag.retrieval.array_file import read_arrays
 from pixelrag.retrieval.durable import put, put_text, sha256
 from pixelrag.retrieval.hits import Hits, check_queries, merge_top_k
 from pixelrag.retrieval.index import Index, IndexSettings, open_index
@@ -78,7 +80,7 @@ class Manifest:
         """
         path = folder / MANIFEST
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = read_json(path)
             if content.pop("format") != FORMAT:
                 raise ValueError(f"expected format {FORMAT}")
             manifest = cls(**content)
@@ -87,11 +89,21 @@ class Manifest:
                 kind = expected[str(file.type).partition("[")[0]]
                 if not isinstance(getattr(manifest, file.name), kind):
                     raise ValueError(f"{file.name} is not a {kind.__name__}")
+            manifest._check_files()
             return manifest
         except FileNotFoundError:
             raise IndexError_(f"{folder}: no {MANIFEST}; not a whole generation") from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise IndexError_(f"{path}: cannot be read ({error})") from error
+
+    def _check_files(self) -> None:
+        for name in [*self.files, *self.index_files]:
+            if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
+                raise ValueError(f"{name!r} is no name of a file beside it")
+        for name, entry in self.files.items():
+            found = entry if isinstance(entry, dict) else {}
+            if [type(found.get(key)) for key in ("size", "sha256")] != [int, str]:
+                raise ValueError(f"{name} has no size and sha256")
 
     def check(
         self,
@@ -173,7 +185,10 @@ class Generation:
                 f"expected float32 {list(shape)}"
             )
         bounds = shard_bounds(manifest.num_passages, len(manifest.index_files))
-        self._settings = IndexSettings(**manifest.index)
+        try:
+            self._settings = IndexSettings(**manifest.index)
+        except TypeError as error:
+            raise IndexError_(f"{path / MANIFEST}: index: {error}") from error
         self._indexes: list[tuple[int, Index]] = []
         chosen = list(shards(len(manifest.index_files)))
         size = sum(manifest.files[manifest.index_files[shard]]["size"] for shard in chosen)
@@ -246,8 +261,7 @@ class Generation:
             IndexError_: a row that is not there; -1 is not the last one.
         """
         if self._ids is None:
-            with np.load(self.path / IDS, allow_pickle=False) as file:
-                self._ids = file["utf8"], file["ends"]
+            self._ids = _read_ids(self.path / IDS, self.manifest.num_passages)
         utf8, ends = self._ids
         found = []
         for row in rows:
@@ -288,6 +302,17 @@ class Generation:
             if size != entry["size"]:
                 problems.append(f"{name} has {size} bytes, expected {entry['size']}")
         return problems
+
+
+def _read_ids(path: Path, num_passages: int) -> tuple[np.ndarray, np.ndarray]:
+    try:
+        arrays = read_arrays(path)
+        utf8, ends = arrays["utf8"], arrays["ends"]
+        if (utf8.dtype, ends.dtype, ends.shape) != (np.uint8, np.int64, (num_passages,)):
+            raise ValueError(f"not the ids of {num_passages} passages")
+    except (OSError, ValueError, KeyError) as error:
+        raise IndexError_(f"{path}: cannot be read ({error})") from error
+    return utf8, ends
 
 
 @functools.cache

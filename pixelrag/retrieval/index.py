@@ -129,7 +129,7 @@ def open_index(
 
     if not path.is_file():
         raise IndexError_(f"{path}: no such index")
-    with _as_index_error(str(path)):
+    with _as_index_error(str(path)), _no_larger_than(path.stat().st_size):
         index = faiss.read_index(os.fspath(path), faiss.IO_FLAG_MMAP_IFC)
     if index.metric_type != faiss.METRIC_INNER_PRODUCT:
         raise IndexError_(f"{path}: an index of another metric than the inner product")
@@ -243,6 +243,19 @@ def _threads(number: int) -> Iterator[None]:
         yield
     finally:
         faiss.omp_set_num_threads(before)
+
+
+@contextlib.contextmanager
+def _no_larger_than(num_bytes: int) -> Iterator[None]:
+    """Have FAISS refuse a vector larger than the whole file before it allocates it."""
+    import faiss
+
+    before = faiss.get_deserialization_vector_byte_limit()
+    faiss.set_deserialization_vector_byte_limit(num_bytes)
+    try:
+        yield
+    finally:
+        faiss.set_deserialization_vector_byte_limit(before)
 
 
 @contextlib.contextmanager

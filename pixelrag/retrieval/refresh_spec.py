@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from pixelrag.errors import IndexError_
+from pixelrag.json_text import read_json as read_any
 from pixelrag.retrieval.durable import put_text, sha256
 
 SPEC = "spec.json"
@@ -160,11 +161,11 @@ class RefreshSpec:
         """
         path = work / SPEC
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = read_any(path, finite=False)
             if content.pop("format") != _FORMAT:
                 raise ValueError(f"expected format {_FORMAT}")
             return cls.from_json(content)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise IndexError_(f"{path}: cannot be read ({error})") from error
 
     def seal(self, weights_sha256: str) -> str:
@@ -194,7 +195,7 @@ def weights_hash(work: Path) -> str:
 def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a small file; None where there is none, or no whole one."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_any(path, finite=False)
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from pixelrag.errors import IndexError_
+from pixelrag.retrieval.array_file import read_arrays
 from pixelrag.retrieval.durable import sha256
 from pixelrag.retrieval.generation import VECTORS, index_names, shard_bounds
 from pixelrag.retrieval.hits import Hits, exact_search, merge_top_k, recall_at_k
@@ -29,7 +30,7 @@ def validate(work: Path, spec: RefreshSpec, device: str, beat: Callable[[], None
     """
     part = work.parent
     store = open_passages(spec, images=True)
-    vectors_ND = np.load(part / VECTORS, mmap_mode="r")
+    vectors_ND = np.load(part / VECTORS, mmap_mode="r", allow_pickle=False)
     if vectors_ND.shape != (len(store), spec.dim):
         raise IndexError_(
             f"vectors of shape {list(vectors_ND.shape)}, expected {[len(store), spec.dim]}"
@@ -102,8 +103,8 @@ def _training_parity(work: Path, spec: RefreshSpec, store: Any, vectors_ND: np.n
             f"{work / TRAINING}: missing, or not what the training wrote with its snapshot; there "
             "is nothing to compare the passages' vectors with"
         )
-    with np.load(work / TRAINING, allow_pickle=False) as file:
-        rows, vectors_PD = file["rows"].tolist(), file["vectors"]
+    arrays = read_arrays(work / TRAINING)
+    rows, vectors_PD = arrays["rows"].tolist(), arrays["vectors"]
     errors = [_relative_error(v, vectors_ND[row]) for row, v in zip(rows, vectors_PD, strict=True)]
     worst = int(np.argmax(errors))
     if not errors[worst] <= spec.parity_tolerance:

@@ -67,7 +67,7 @@ def build(work: Path, spec: RefreshSpec, device: str, beat: Callable[[], None]) 
         put(part / VECTORS, lambda path: _join(path, work, spec, beat))
     for shard in range(spec.num_shards):
         (work / shard_name(shard)).unlink(missing_ok=True)
-    vectors_ND = np.load(part / VECTORS, mmap_mode="r")
+    vectors_ND = np.load(part / VECTORS, mmap_mode="r", allow_pickle=False)
     settings = IndexSettings(**spec.index)
     bounds = shard_bounds(spec.num_passages, spec.num_index_shards)
     for number, name in enumerate(index_names(spec.num_index_shards)):

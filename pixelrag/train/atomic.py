@@ -27,6 +27,7 @@ from typing import Any
 
 from pixelrag import __version__
 from pixelrag.errors import CheckpointError
+from pixelrag.json_text import read_json
 from pixelrag.train import owner
 from pixelrag.train.commit import commit
 
@@ -142,7 +143,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """
     manifest = path / MANIFEST
     try:
-        content = json.loads(manifest.read_text(encoding="utf-8"))
+        content = read_json(manifest)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{path}: no {MANIFEST} manifest; not a checkpoint, or one that was never finished"
@@ -152,11 +153,19 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise CheckpointError(f"{manifest}: expected a manifest of format {_FORMAT}")
     files = content.get("files")
-    if not isinstance(files, dict) or not all(
-        isinstance(entry, dict) and entry.keys() >= {"size", "sha256"} for entry in files.values()
-    ):
+    if not isinstance(files, dict) or not all(map(_is_entry, files.values())):
         raise CheckpointError(f"{manifest}: its list of files is altered")
+    for name in files:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise CheckpointError(f"{manifest}: names {name!r}, which lies outside {path}")
     return content
+
+
+def _is_entry(entry: Any) -> bool:
+    return isinstance(entry, dict) and [type(entry.get(k)) for k in ("size", "sha256")] == [
+        int,
+        str,
+    ]
 
 
 def inspect(path: Path, *, hashes: bool = True) -> list[str]:

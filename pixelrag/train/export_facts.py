@@ -10,6 +10,7 @@ from typing import Any
 from pixelrag.config.yaml_file import read_yaml
 from pixelrag.errors import CheckpointError
 from pixelrag.export.model_card import RunFacts
+from pixelrag.json_text import read_json
 from pixelrag.train.atomic import MANIFEST
 from pixelrag.train.checkpoint import list_checkpoints
 from pixelrag.train.loop import SUMMARY
@@ -78,7 +79,7 @@ def _evaluations(path: Path) -> list[dict[str, Any]]:
 
 def _json(path: Path) -> dict[str, Any] | None:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path, finite=False)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

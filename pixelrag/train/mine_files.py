@@ -16,6 +16,7 @@ from pixelrag.data.lines import file_labels, parsed_lines
 from pixelrag.data.pairs import names_of
 from pixelrag.data.schema import PairRow
 from pixelrag.errors import CheckpointError
+from pixelrag.json_text import read_json
 from pixelrag.retrieval.durable import put_text
 from pixelrag.retrieval.mining import Mined
 
@@ -155,7 +156,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path, finite=False)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

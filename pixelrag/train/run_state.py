@@ -16,7 +16,6 @@ Random streams are not stored: each step's are a function of (seed, step, rank),
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 from collections.abc import Sequence
@@ -36,6 +35,7 @@ from pixelrag.distributed.together import together
 from pixelrag.engine.base import Engine
 from pixelrag.engine.state import AVERAGE, OptimizerState
 from pixelrag.errors import CheckpointError
+from pixelrag.json_text import read_json
 from pixelrag.train.atomic import read_manifest, versions
 from pixelrag.train.state import load_tensors
 
@@ -153,7 +153,7 @@ def read_state(folder: Path, config: JobConfig) -> RunState:
         CheckpointError: unreadable, or written under another model, data, loss or batch.
     """
     try:
-        state = RunState(**json.loads((folder / "state.json").read_text(encoding="utf-8")))
+        state = RunState(**read_json(folder / "state.json", finite=False))
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{folder / 'state.json'}: cannot be read: {error}") from error
     if state.fingerprint != fingerprint(config):

@@ -10,7 +10,7 @@ from pixelrag.errors import ConfigError
 from pixelrag.models.causal_load import load_tokenizer, student_source
 from pixelrag.models.state_codec import CODECS
 from pixelrag.models.teacher import load_teacher
-from pixelrag.models.teacher_channel import Greeting, TeacherServer
+from pixelrag.models.teacher_channel import Greeting, TeacherServer, token_for
 from pixelrag.models.wire import is_path
 from pixelrag.train.distill_models import agree_on_models
 from pixelrag.train.job import world_of
@@ -24,7 +24,8 @@ def main(config: DistillConfig, own: Mapping[str, str]) -> int:
         own: `listen`, a Unix socket's path or host:port; `codec`, exact (default) or int8.
 
     Raises:
-        ConfigError: an argument is missing or out of its range, or several processes were started.
+        ConfigError: an argument is missing or out of its range, an address of TCP has no token,
+            or several processes were started.
     """
     codec = own.get("codec", "exact")
     if codec not in CODECS:
@@ -34,6 +35,7 @@ def main(config: DistillConfig, own: Mapping[str, str]) -> int:
     port = own["listen"].rpartition(":")[2]
     if not is_path(own["listen"]) and int(port) > 65535:
         raise ConfigError(f"--listen: got port {port}, expected 0 to 65535")
+    token_for(own["listen"])
     if config.teacher.source != "live":
         raise ConfigError(f"teacher.source: got {config.teacher.source}, expected live")
     _, world_size, _ = read_ranks()

@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from pixelrag.config.problems import URL_USER
 from pixelrag.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 _SECRET_KEY = re.compile(r"(^|_)(token|secret|password|passwd|api_?key|credentials?)$", re.I)
-_URL_USER = re.compile(r"(\w+://)[^/@\s]+@")
 
 
 class Sink(Protocol):
@@ -60,7 +60,7 @@ def redact(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [redact(item) for item in value]
     if isinstance(value, str):
-        return _URL_USER.sub(r"\1***@", value)
+        return URL_USER.sub(r"\1***@", value)
     return value if isinstance(value, int | float | bool | None) else str(value)
 
 

@@ -408,9 +408,9 @@ class TestDeepSpeedFile:
     @pytest.mark.parametrize(
         ("text", "expected"),
         [
-            ("{", "valid JSON (line 1"),
+            ("{", "double quotes at line 1 column 2"),
             ("[]", "a JSON object"),
-            ('{"a": 1, "a": 2}', "each key once ('a' stands twice"),
+            ('{"a": 1, "a": 2}', 'names the key "a" more than once'),
             ('{"zero_optimization": {"stage": 7}}', "stage 0 to 3 (it has 7)"),
             ('{"zero_optimization": {"stage": true}}', "stage 0 to 3 (it has True)"),
             ('{"zero_optimization": 3}', "zero_optimization is an object"),

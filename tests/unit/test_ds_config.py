@@ -199,7 +199,7 @@ def test_reading_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"a": 1,\n  }', r"zero\.json:2: not JSON"),
+        ('{"a": 1,\n  }', r"zero\.json: not valid JSON: .* at line 2"),
         ("[1, 2]", r"zero\.json: got list, expected an object"),
         (None, r"cannot read .*zero\.json: No such file"),
     ],

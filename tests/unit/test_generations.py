@@ -338,7 +338,7 @@ def run_maker(*arguments: str) -> str:
 @pytest.fixture
 def quick_folder(tmp_path: Path) -> Iterator[Path]:
     """In memory where that can be: hundreds of fsyncs on a busy disk take half a minute."""
-    memory = Path("/dev/shm")
+    memory = Path("/dev/shm")  # noqa: S108 - the folder below has a name of its own
     if not os.access(memory, os.W_OK):
         yield tmp_path
         return

@@ -69,6 +69,48 @@ def test_deepspeed_in_each_of_its_ways(recorded, tmp_path):
     assert "--master_addr h --master_port 5 --no_ssh --node_rank 1 --module" in told
 
 
+HOSTILE = [
+    "a b.yaml",
+    "$(touch no).yaml",
+    "`id`",
+    "'; id; '",
+    'say "x"',
+    "*",
+    "a\nb",
+    "%h",
+    "~",
+    "-n",
+]
+
+
+def test_paths_reach_the_command_as_they_are_and_no_shell(recorded, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a=b $(id)").write_text("node7 slots=8\n")
+    slurm = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "n", "SLURM_JOB_ID": "60123"}
+    local = {"HOSTFILE": "a=b $(id)", "NODE_RANK": "0"}
+    for script, variables in (
+        ("torchrun_one_node.sh", {}),
+        ("torchrun_many_nodes.sh", {"HEAD": "h", "NODES": "2"}),
+        ("deepspeed.sh", local),
+        ("deepspeed.sh", {}),
+        ("slurm.sbatch", slurm),
+    ):
+        told = recorded(script, "rag", *HOSTILE, **variables)
+        assert f"pixelrag rag {' '.join(HOSTILE)}\n" in told, script
+    assert "--master_addr node7" in recorded("deepspeed.sh", "rag", **local)
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("word", HOSTILE[1:-1])
+def test_pdsh_gets_nothing_that_a_shell_would_read(recorded, tmp_path, word):
+    (tmp_path / "f").write_text("node7 slots=8\n")
+    told = recorded("deepspeed.sh", "rag", "--config", word, HOSTFILE=str(tmp_path / "f"))
+    assert "pdsh would have a shell read it" in told
+    assert "deepspeed --hostfile" not in told
+    told = recorded("deepspeed.sh", "rag", "--config", "a b.yaml", HOSTFILE=str(tmp_path / "f"))
+    assert "--config a b.yaml" in told
+
+
 def test_slurm_names_a_place_to_meet_and_requeues_what_was_preempted(recorded, tmp_path):
     slurm = {
         "SLURM_SUBMIT_DIR": str(ROOT),

@@ -16,11 +16,12 @@ from pixelrag.config.distill_parts import StudentConfig, TeacherConfig
 from pixelrag.distributed.env import World
 from pixelrag.errors import EngineError, ProvenanceError
 from pixelrag.losses.kd import Logits, Projected, TopK
-from pixelrag.models import teacher_memory, wire
+from pixelrag.models import handshake, teacher_memory, wire
 from pixelrag.models.answer_cache import MANIFEST, CachedTeacher, Manifest, document_keys
 from pixelrag.models.answer_writer import AnswerWriter, join_ranks
 from pixelrag.models.causal import head_logits
 from pixelrag.models.causal_load import load_frozen, load_student
+from pixelrag.models.handshake import TOKEN_VARIABLE
 from pixelrag.models.rows import Rows
 from pixelrag.models.state_codec import decode, encode
 from pixelrag.models.teacher import LiveTeacher, TeacherRequest, load_teacher
@@ -347,7 +348,8 @@ class TestChannel:
             empty = replace(asked, supervised_N=asked.supervised_N[:0])
             assert remote.answer(empty).hidden_TH.shape == (0, 72)
 
-    def test_int8_and_tcp(self, folder, served):
+    def test_int8_and_tcp(self, folder, served, monkeypatch):
+        monkeypatch.setenv(TOKEN_VARIABLE, "a token of many letters")
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         server, asked = served(f"127.0.0.1:{port}", codec="int8"), request()
@@ -410,6 +412,7 @@ class TestChannel:
         def greet_and_go() -> None:
             connection, _ = listener.accept()
             with connection:
+                handshake.accept(connection, b"")
                 wire.receive(connection)
                 wire.send(connection, {"greeting": asdict(greeting())}, {})
                 wire.receive(connection)

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from importlib import import_module
-from typing import Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from pydantic import ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -17,6 +17,13 @@ from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from pixelrag.config.flags import parse_flags, take_preset
+from pixelrag.config.parts import (
+    CheckpointConfig,
+    EngineConfig,
+    EvalEvery,
+    LoggingConfig,
+    OptimConfig,
+)
 from pixelrag.config.problems import (
     URL_USER,
     Conflict,
@@ -55,6 +62,15 @@ class JobConfig(BaseSettings, Section):
     """Base of a job's configuration: frozen, and checked across its sections when it is made."""
 
     model_config = SettingsConfigDict(**Section.model_config)
+    if TYPE_CHECKING:  # what every job has; each declares its own, in its place
+        output_dir: str
+        seed: int
+        loss: Section
+        optim: OptimConfig
+        engine: EngineConfig
+        eval: EvalEvery
+        checkpoint: CheckpointConfig
+        logging: LoggingConfig
     adaptable: ClassVar[tuple[str, ...]] = ()
     """Options of this job's own that a run may change when it goes on from a checkpoint."""
     presets: ClassVar[Mapping[str, str]] = {}
@@ -100,8 +116,8 @@ def load(
     problems = [problem for file in files for problem in file.problems] + faults + line.problems
     places = {path: where for file in files for path, where in file.places.items()} | line.places
     sections = sections_of(config_class)
-    layers = [_without_empty(values, sections) for values in [f.values for f in files]]
-    layers = [line.values, *reversed(layers), defaults, _required_sections(config_class)]
+    written = [_without_empty(file.values, sections) for file in files]
+    layers = [line.values, *reversed(written), defaults, _required_sections(config_class)]
     config, errors = _build(config_class, layers)
     found = list(problems_of(errors, config_class, places))
     if any(error["type"] != "conflicts" for error in errors):
@@ -114,7 +130,7 @@ def load(
         conflicts = [error for error in errors if error["type"] == "conflicts"]
         names = frozenset(".".join(path) for path in bad)
         found += problems_of(conflicts, config_class, places, ignore=names)
-    if problems or found:
+    if config is None or problems or found:
         raise ConfigError(report(problems + found))
     return config, line.own
 
@@ -123,15 +139,15 @@ def _expand_preset(
     config_class: type[JobConfig], argv: Sequence[str]
 ) -> tuple[list[str], Mapping[str, Any], list[Problem]]:
     """The command line in our options, what the preset sets beneath the files, what is wrong."""
-    argv, name = take_preset(argv)
+    words, name = take_preset(argv)
     if name is None:
-        return argv, {}, []
+        return words, {}, []
     if name not in config_class.presets:
         known = ", ".join(config_class.presets) or "none, this job has no presets"
-        return argv, {}, [Problem("--preset", f"got {shown(name)}, expected {known}")]
+        return words, {}, [Problem("--preset", f"got {shown(name)}, expected {known}")]
     preset = import_module(config_class.presets[name])
-    argv, problems = preset.expand(argv)
-    return argv, preset.DEFAULTS, problems
+    words, problems = preset.expand(words)
+    return words, preset.DEFAULTS, problems
 
 
 def _build(

@@ -15,6 +15,7 @@ from pixelrag.config.parts import (
     CheckpointConfig,
     EmaConfig,
     EngineConfig,
+    EvalEvery,
     GlobalBatches,
     LoggingConfig,
     LoraConfig,
@@ -83,11 +84,7 @@ class RetrieverOptimConfig(OptimConfig):
     """Peak learning rate of temperature and bias; null = learning_rate."""
 
 
-class EvalConfig(TileQuestionOptions):
-    every_steps: int | None = Field(None, ge=1)
-    """Evaluate every so many steps; null = only at the end."""
-    on_start: bool = False
-    """Evaluate before the first step as well; best/ is chosen among what was trained."""
+class EvalConfig(EvalEvery, TileQuestionOptions):
     batch_size: int = Field(32, ge=1)
     """Rows a rank encodes at once."""
     corpus: str | None = None

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from pixelrag.config.parts import CheckpointConfig, DataFiles, OptimConfig
+from pixelrag.config.parts import CheckpointConfig, DataFiles, EvalEvery, OptimConfig
 from pixelrag.config.section import Section
 
 Attention = Literal["auto", "eager", "sdpa", "flash_attention_2", "varlen"]
@@ -211,11 +211,7 @@ class DistillOptimConfig(OptimConfig):
     """PyTorch's fused AdamW."""
 
 
-class DistillEvalConfig(Section):
-    every_steps: int | None = Field(None, ge=1)
-    """Evaluate every so many steps; null = only at the end."""
-    on_start: bool = False
-    """Evaluate before the first step as well; best/ is chosen among what was trained."""
+class DistillEvalConfig(EvalEvery):
     batch_size: int = Field(4, ge=1)
     """Rows of a rank that go through the models at once."""
     max_samples: int | None = Field(None, ge=1)

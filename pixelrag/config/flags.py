@@ -59,9 +59,9 @@ def parse_flags(
         if not word.startswith("--") or word == "--":
             line.problems.append(Problem(word, "unexpected word, expected --option VALUE"))
             continue
-        flag, equals, text = word.partition("=")
-        if not equals:
-            text = words.pop(0) if words and not words[0].startswith("--") else None
+        flag, equals, joined = word.partition("=")
+        follows = words and not words[0].startswith("--")
+        text = joined if equals else words.pop(0) if follows else None
         _take(flag, text, line, config_class, own)
     return line
 

@@ -1,7 +1,7 @@
 """The sections that several jobs share. Paths are relative to the working directory."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -99,6 +99,11 @@ class DataFiles(Section):
 
 class GlobalBatches(Section):
     """How rows are counted where a step sees several global batches; the jobs name the options."""
+
+    if TYPE_CHECKING:  # each job declares its own, with its defaults
+        per_device_batch_size: int
+        global_batch_size: int | None
+        gradient_accumulation_steps: int
 
     def rows(self, world_size: int) -> int:
         """Rows of a global batch over all ranks."""
@@ -200,6 +205,13 @@ class EngineConfig(Section):
                     "deepspeed_file", "{expected}", {"expected": str(error)}
                 ) from error
         return value
+
+
+class EvalEvery(Section):
+    every_steps: int | None = Field(None, ge=1)
+    """Evaluate every so many steps; null = only at the end."""
+    on_start: bool = False
+    """Evaluate before the first step as well; best/ is chosen among what was trained."""
 
 
 class CheckpointConfig(Section):

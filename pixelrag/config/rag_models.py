@@ -17,7 +17,7 @@ class EncoderConfig(ModelConfig):
 
 
 class DocumentEncoderConfig(EncoderConfig):
-    name_or_path: str | None = Field(None, min_length=1)
+    name_or_path: str | None = Field(None, min_length=1)  # type: ignore[assignment]  # may be null
     """As for the question encoder; null = that one reads passages too, with its own options."""
 
 

@@ -5,7 +5,13 @@ from typing import Literal
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from pixelrag.config.parts import CheckpointConfig, DataFiles, GlobalBatches, OptimConfig
+from pixelrag.config.parts import (
+    CheckpointConfig,
+    DataFiles,
+    EvalEvery,
+    GlobalBatches,
+    OptimConfig,
+)
 from pixelrag.config.section import Section
 
 
@@ -100,11 +106,7 @@ class RagBatchConfig(GlobalBatches):
     """Prompts that go through the generator at once."""
 
 
-class RagEvalConfig(Section):
-    every_steps: int | None = Field(None, ge=1)
-    """Evaluate every so many steps; null = only at the end."""
-    on_start: bool = False
-    """Evaluate before the first step as well; best/ is chosen among what was trained."""
+class RagEvalConfig(EvalEvery):
     batch_size: int = Field(8, ge=1)
     """Prompts a rank answers at once."""
     answers: bool = True

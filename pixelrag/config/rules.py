@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pixelrag.config.base import JobConfig
+from pixelrag.config.distill_parts import AdapterConfig
 from pixelrag.config.ds_file import read_deepspeed_file
 from pixelrag.config.parts import EmaConfig, EngineConfig, LoraConfig, OptimConfig
 from pixelrag.config.problems import Conflict, shown
-from pixelrag.config.section import Section
 
 
 def length_conflicts(optim: OptimConfig) -> Iterator[Conflict]:
@@ -87,7 +87,7 @@ def engine_conflicts(engine: EngineConfig) -> Iterator[Conflict]:
         )
 
 
-def lora_conflicts(lora: Section, section: str = "lora") -> Iterator[Conflict]:
+def lora_conflicts(lora: LoraConfig | AdapterConfig, section: str = "lora") -> Iterator[Conflict]:
     """Options of adapters that there are none of, or that act on none."""
     default = type(lora)()
     given = [n for n in type(lora).model_fields if getattr(lora, n) != getattr(default, n)]

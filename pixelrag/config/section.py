@@ -33,7 +33,7 @@ class Section(BaseModel):
     @classmethod
     def _bool_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse `true` where a number is expected: pydantic would read it as 1."""
-        annotation = cls.model_fields[info.field_name].annotation
+        annotation = cls.model_fields[info.field_name or ""].annotation
         if isinstance(value, bool) and not accepts(annotation, bool):
             if accepts(annotation, int):
                 raise PydanticCustomError("not_a_number", "an integer")

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -28,13 +28,13 @@ _WORDS = (
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {}
+    yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012  # its class's own, as there
 
 
 class _Dumper(yaml.SafeDumper):
     """Quotes what either YAML 1.1 or the loader above would take for something else."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {
+    yaml_implicit_resolvers: dict[str, list[Any]] = {  # noqa: RUF012
         key: list(v) for key, v in yaml.SafeDumper.yaml_implicit_resolvers.items()
     }
 

@@ -22,7 +22,6 @@ import tarfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 from pixelrag.errors import DataError
 from pixelrag.json_text import read_json
@@ -70,7 +69,7 @@ def image_source(path: Path) -> Path | io.BytesIO:
 
 
 @contextlib.contextmanager
-def opened_image(path: Path) -> Iterator[BinaryIO]:
+def opened_image(path: Path) -> Iterator[io.BufferedIOBase]:
     """The bytes of an image as a stream; raises as `image_source`, and OSError."""
     source = image_source(path)
     with source.open("rb") if isinstance(source, Path) else source as stream:

@@ -42,6 +42,7 @@ def row_costs(
     def document(of: Document) -> float:
         if of.text is not None:
             return text(len(of.text), document_max_length)
+        assert of.image is not None  # a document is one of the two
         tokens = pixels.get(of.image, max_visual_tokens * PIXELS_PER_TOKEN) / PIXELS_PER_TOKEN
         return VISION_FACTOR * min(tokens, max_visual_tokens)
 

@@ -12,6 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
 from pathlib import Path
 
 from PIL import Image, ImageFile
@@ -77,7 +78,7 @@ def check_image(path: Path) -> str | None:
     except ArchiveError as error:
         return f"cannot be read: {error}"
     except Image.UnidentifiedImageError:
-        if (path.stat().st_size if source == path else len(source.getbuffer())) == 0:
+        if (len(source.getbuffer()) if isinstance(source, BytesIO) else path.stat().st_size) == 0:
             return "is empty (0 bytes)"
         return f"is no image of a known format ({', '.join(FORMATS)})"
     except (Image.DecompressionBombWarning, Image.DecompressionBombError):

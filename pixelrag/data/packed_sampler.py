@@ -203,14 +203,14 @@ class PackedSampler:
         position = state["position"]
         if not isinstance(position, int) or position < 0:
             differing.append(f"position is {position!r}, expected 0 or more")
-        if differing:
+        if differing or not isinstance(position, int):
             raise CheckpointError(
                 "the checkpoint's batches cannot be continued: "
                 + ", ".join(differing)
                 + ". Restore the data and the settings that it was trained with, or start anew "
                 "with checkpoint.resume: never"
             )
-        self._order.position = int(position)
+        self._order.position = position
 
 
 def _short(value: object) -> str:

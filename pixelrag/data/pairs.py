@@ -139,7 +139,7 @@ class PairDataset:
         bad = {(fault.file, fault.line) for fault in report.bad}
         self.report = report
         kept = [line for line in lines if line.row and (line.file, line.number) not in bad]
-        self.rows: list[PairRow] = [line.row for line in kept]
+        self.rows = [line.row for line in kept if line.row]
         counts = Counter(line.file for line in kept)
         ends = itertools.accumulate(counts[name] for name in names)
         self.files = {
@@ -264,8 +264,8 @@ def _read(
                 if isinstance(row, RowError):
                     lines.append(_Line(name, number, None, row.reasons, row.images))
                     continue
-                used = [*row.positives, *row.negatives[:num_hard_negatives]]
-                used = tuple(shared.setdefault(document.key, document) for document in used)
+                named = [*row.positives, *row.negatives[:num_hard_negatives]]
+                used = tuple(shared.setdefault(document.key, document) for document in named)
                 images = [document.image for document in used if document.image]
                 count = len(row.positives)
                 row = PairRow(row.query, used[:count], used[count:], row.sample_id)

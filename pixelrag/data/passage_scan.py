@@ -92,7 +92,11 @@ class Scan:
         good = in_blocks(self._images, 2)
         named = itertools.chain(
             self._images_of_bad,
-            ((number, self._source.read(position).image) for number, position in good),
+            (
+                (number, image)
+                for number, position in good
+                if (image := self._source.read(position).image)
+            ),
         )
         total = len(self._images_of_bad) + len(self._images) // 2
         faults: list[tuple[int, str]] = []

@@ -133,8 +133,8 @@ class JsonLines:
         return self.__dict__ | {"_handle": None}
 
     def __del__(self) -> None:
-        if getattr(self, "_handle", None) is not None:
-            os.close(self._handle)
+        if (handle := getattr(self, "_handle", None)) is not None:
+            os.close(handle)
 
     def _line(self, start: int) -> bytes:
         if self._handle is None:

@@ -74,6 +74,7 @@ class Splitter:
             return [[(0, len(text))] for text in texts]
         if self.kind == "words":
             return [self._of_words(text) for text in texts]
+        assert self.tokenizer is not None  # or the constructor would have raised
         # The texts are no model's input, so it is no matter that they are longer than a model's.
         encoded = self.tokenizer(
             list(texts),
@@ -124,6 +125,7 @@ class Splitter:
         """
         windows: list[tuple[int, int]] = []
         start = 0
+        assert self.length is not None  # or the text would be one window
         while start < num_units:
             stop = min(start + self.length, num_units)
             if stop < num_units:

@@ -178,6 +178,7 @@ class PassageStore:
 
     def _hash_image(self, row: int) -> bytes:
         path = self[row].image
+        assert path is not None  # of a passage that is an image
         try:
             with opened_image(path) as file:
                 return hashlib.file_digest(file, "sha256").digest()

@@ -110,7 +110,7 @@ class QuestionDataset:
                     else _unknown(question, passages)
                 )
                 bad += [BadRow(name, line, reason) for reason in reasons]
-                if not reasons:
+                if not reasons and not isinstance(question, RowError):
                     self.rows.append(question)
             if num_rows == num_before:
                 raise DataError(f"{name} has no rows; expected one JSON object a line")

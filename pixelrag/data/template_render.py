@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -75,13 +75,15 @@ class Renderer:
             RowError: the template refuses it.
         """
         try:
-            return self._tokenizer.apply_chat_template(
+            text = self._tokenizer.apply_chat_template(
                 list(chat.messages),
                 tools=list(chat.tools) or None,
                 chat_template=self._template_for(chat.tools),
                 tokenize=False,
                 **self._variables | dict(chat.template_kwargs) | variables,
             )
+            assert isinstance(text, str)  # tokenize=False
+            return text
         except Exception as error:
             # A template is a program of its own: what it raises is what it has to say.
             raise RowError("", [f"the chat template refuses it: {error}"]) from error
@@ -107,7 +109,7 @@ class Renderer:
         # border counts as the assistant's.
         variables = dict(self._tokenizer.special_tokens_map) | self._variables
         try:
-            texts, spans = render_jinja_template(
+            rendered: Any = render_jinja_template(  # (texts, spans), though it says str
                 conversations=[list(chat.messages)],
                 tools=list(chat.tools) or None,
                 chat_template=self._template_for(chat.tools),
@@ -116,6 +118,7 @@ class Renderer:
             )
         except Exception as error:
             raise RowError("", [f"the chat template refuses it: {error}"]) from error
+        texts, spans = rendered
         return texts[0], spans[0]
 
     def _template_for(self, tools: Sequence[dict[str, Any]]) -> str:
@@ -145,7 +148,7 @@ def dated(template: str, day: datetime) -> str:
     )
 
 
-def any_of(words: set[str | None]) -> str:
+def any_of(words: Iterable[str | None]) -> str:
     """A pattern for any of the words, the longest first; one that never matches for none."""
     ordered = sorted((word for word in words if word), key=lambda word: (-len(word), word))
     return f"(?:{'|'.join(map(re.escape, ordered))})" if ordered else r"(?!)"

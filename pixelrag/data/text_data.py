@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pixelrag.data.chat import parse_text_row
+from pixelrag.data.chat import Chat, Completion, PlainText, parse_text_row
 from pixelrag.data.lines import BadRow, file_labels, listing
 from pixelrag.data.schema import RowError
-from pixelrag.data.text_encoder import TextEncoder
+from pixelrag.data.text_encoder import TextEncoder, Tokens
 from pixelrag.data.text_sources import (
     STREAM_SHUFFLE_SEED,
     TextSource,
@@ -147,9 +147,9 @@ def read_texts(
 
 def _encoded(
     batch: list[tuple[int, int, object]], encoder: TextEncoder
-) -> Iterator[tuple[int, int, object]]:
+) -> Iterator[tuple[int, int, Tokens | RowError]]:
     """(source, number, tokens or RowError) of each row, in order."""
-    parsed = []
+    parsed: list[Chat | Completion | PlainText | RowError] = []
     for _, number, value in batch:
         try:
             if isinstance(value, RowError):

@@ -73,7 +73,8 @@ def steps_with_text(
     main_steps: int, *, warmup_steps: int, mix_ratio: float, curriculum: bool
 ) -> int:
     """Steps of a run that passes through its main data in `main_steps` steps without text."""
-    share = sum(CURRICULUM) / len(CURRICULUM) if curriculum else Fraction(str(mix_ratio))
+    whole = Fraction(sum(CURRICULUM)) / len(CURRICULUM)
+    share = whole if curriculum else Fraction(str(mix_ratio))
     return warmup_steps + -(-main_steps // (1 - share))
 
 
@@ -121,6 +122,8 @@ class TextOrder:
                 "global batch; lower batch.per_device_batch_size, or set data.drop_last: false"
             )
         if mix == "rows":
+            if not isinstance(main, PooledOrder):
+                raise TypeError(f"mix rows: got {type(main).__name__}, expected a PooledOrder")
             most = max(-(-batch_size * phase.share // 1) for phase in phases)
             least = min(batch_size * phase.share // 1 for phase in phases)
             self._streams = (
@@ -135,10 +138,10 @@ class TextOrder:
             keys = [(np.arange(len(rows)) + 0.5) / max(1, len(rows)) for rows in (main, text)]
             rows = np.concatenate([main, self._num_main_rows + text])
             return rows[np.argsort(np.concatenate(keys), kind="stable")]
-        text = self._text_before(position)
+        before = self._text_before(position)
         if self.text_share(position):
-            return self._num_main_rows + self._text.batch(text)
-        return self._main.batch(position - text)
+            return self._num_main_rows + self._text.batch(before)
+        return self._main.batch(position - before)
 
     def phase(self, position: int) -> Phase:
         """The phase that a batch is in."""

@@ -74,7 +74,7 @@ def load_tile_set(
         for i, entry in enumerate(content["questions"][:max_questions], start=1)
     ]
     tiles = [Document.of_image(tile) for tile in found]
-    for tile, reason in check_images([tile.image for tile in tiles], progress).items():
+    for tile, reason in check_images(found, progress).items():
         faults.append(BadRow(str(path), 0, f"tile {tile} {reason}"))
     first: dict[str, int] = {}
     for number, question in enumerate(questions, start=1):

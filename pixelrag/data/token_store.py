@@ -180,7 +180,7 @@ def hold_out(
     """
     salt = seed.to_bytes(8, "little")
     digests = [
-        hashlib.blake2b(memoryview(store[i].ids), digest_size=16, salt=salt).digest()
+        hashlib.blake2b(store[i].ids.data, digest_size=16, salt=salt).digest()
         for i in range(len(store))
     ]
     order = np.array(sorted(range(len(store)), key=lambda i: (digests[i], i)), np.int64)
@@ -206,7 +206,7 @@ def _fingerprint(
     digest = hashlib.sha256()
     for array, kind in ((ids, "<i4"), (supervised, "u1"), (offsets, "<i8")):
         for block in _blocks(array):
-            digest.update(memoryview(np.ascontiguousarray(block.astype(kind, copy=False))))
+            digest.update(np.ascontiguousarray(block.astype(kind, copy=False)).data)
         digest.update(b"\x00")
     return digest.hexdigest()
 

@@ -96,7 +96,7 @@ class Watch:
         timeout_seconds: float,
     ) -> None:
         # Its own connection: the main thread may hold the group's while it waits.
-        self._store = store.clone()
+        self._store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
         # A link that is cut answers nothing at all.
         self._store.set_timeout(datetime.timedelta(seconds=_STORE_SECONDS))
         self._rank = rank

@@ -143,9 +143,9 @@ class Engine(ABC):
         was_training = self.module.training
         self.module.eval()
         # Where parameters are whole, ranks may encode unlike numbers of batches.
-        free = self._trace is not None and not self.shards_parameters
+        free = None if self.shards_parameters else self._trace
         try:
-            with torch.no_grad(), self._trace.paused() if free else contextlib.nullcontext():
+            with torch.no_grad(), free.paused() if free else contextlib.nullcontext():
                 yield
         finally:
             self.module.train(was_training)

@@ -99,9 +99,10 @@ class ReducedSum:
     def add_chunk(self, *, last: bool, scale: float = 1.0) -> None:
         """Move ``.grad`` into the running sum; with ``last`` put the sum back into ``.grad``."""
         used = self._engine.fill_unused_gradients()
-        all_reduce_flat(p.grad for p in used)
-        for parameter in used:
-            fresh, parameter.grad = parameter.grad.mul_(scale), None
+        gradients = [(p, p.grad) for p in used if p.grad is not None]
+        all_reduce_flat(gradient for _, gradient in gradients)
+        for parameter, gradient in gradients:
+            fresh, parameter.grad = gradient.mul_(scale), None
             before = self._sums.get(parameter)
             self._sums[parameter] = fresh if before is None else before.add_(fresh)
         if last:

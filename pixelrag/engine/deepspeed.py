@@ -49,7 +49,7 @@ def import_deepspeed(device: torch.device) -> Any:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if device.type == "cpu":
         # `import deepspeed.comm.torch` would bind torch itself: the module re-exports the name.
-        backend = sys.modules["deepspeed.comm.torch"]
+        backend: Any = sys.modules["deepspeed.comm.torch"]
         if not hasattr(backend, "build_shm_op"):
             raise EngineError(
                 f"deepspeed {deepspeed.__version__} has no comm.torch.build_shm_op; pixelrag "
@@ -58,9 +58,8 @@ def import_deepspeed(device: torch.device) -> Any:
         backend.build_shm_op = lambda: None
     # DeepSpeed compares the ranks' order of submodules too, but only while it records a trace, with
     # two broadcasts a forward, and raises on some ranks, naming nothing; ForwardTrace replaces it.
-    sys.modules[
-        "deepspeed.runtime.zero.partitioned_param_coordinator"
-    ].assert_ints_same_as_other_ranks = lambda ints: None
+    coordinator: Any = sys.modules["deepspeed.runtime.zero.partitioned_param_coordinator"]
+    coordinator.assert_ints_same_as_other_ranks = lambda ints: None
     return deepspeed
 
 
@@ -146,6 +145,7 @@ class DeepSpeedEngine(Engine):
         elif self.grad_sync == "deferred":
             self.fill_unused_gradients()
         chunks, self._chunks = self._chunks, None
+        assert chunks is not None  # opened by the step's first backward
         chunks.close()  # stages 1-3 reduce here
         if self.stage == 0 and self.grad_sync == "deferred":
             self._ds.allreduce_gradients()

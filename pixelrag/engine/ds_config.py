@@ -147,7 +147,7 @@ def _keep_exact(config: dict, problems: list[str]) -> None:
     """Drop ``"auto"`` and null from the settings of ``_EXACT`` and report any other value."""
     for path, allowed in _EXACT:
         *sections, key = path.split(".")
-        table = config
+        table: Any = config
         for section in sections:
             table = table.get(section)
             if not isinstance(table, dict):

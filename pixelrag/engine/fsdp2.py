@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -70,21 +71,23 @@ class FSDP2Engine(Engine):
         named_blocks = outermost_first(blocks, module)
         mesh = init_device_mesh(device.type, (self.world_size,))
         offload = CPUOffloadPolicy() if offload_optimizer else OffloadPolicy()
-        options = {"mesh": mesh, "reshard_after_forward": not resident, "offload_policy": offload}
+        shard = partial(
+            fully_shard, mesh=mesh, reshard_after_forward=not resident, offload_policy=offload
+        )
         full = MixedPrecisionPolicy()
         low = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else full
         for part in module.modules():
             if getattr(part, "full_precision", False) and part is not module:
-                fully_shard(part, mp_policy=full, **options)
+                shard(part, mp_policy=full)
         for block in named_blocks.values():
-            fully_shard(block, mp_policy=low, **options)
-        fully_shard(module, mp_policy=low, **options)
+            shard(block, mp_policy=low)
+        root = shard(module, mp_policy=low)
         self._units = [m for m in module.modules() if isinstance(m, FSDPModule)]
         for unit in self._units:  # neither setting is recursive; together they mean SUM
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
         # Ranks then reduce the same list of parameters whatever each of them used.
-        module.set_reduce_scatter_unused_params(True)
+        root.set_reduce_scatter_unused_params(True)
         self._trace = ForwardTrace(named_blocks)
         self.optimizer = self.build_optimizer(optimizer_factory)
 

@@ -60,6 +60,7 @@ class ZeroState(ABC):
     ) -> OptimizerState:
         """Assemble the whole state of the parameters that this rank keeps; a collective."""
         full: OptimizerState = {}
+        template: dict[str, torch.Tensor]
         template = next((self._inner.state[f] for f in self.flats() if f in self._inner.state), {})
         for name, parameter in named:
             part = self.slice_of(parameter)
@@ -91,7 +92,7 @@ class ZeroState(ABC):
         shapes = {n: self.shape(p) for n, p in named}
         check_names(state, dict(named), shapes)
         template = next(iter(state.values()), {})
-        first = next(iter(state), None)
+        first = next(iter(state), "")
         for flat in self.flats():
             for key, value in template.items():
                 moment = is_moment(value, shapes[first])

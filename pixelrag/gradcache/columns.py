@@ -6,6 +6,7 @@ much communication and a W-th of the memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from pixelrag.distributed.collectives import pass_on
 from pixelrag.engine.base import Engine
 from pixelrag.gradcache.schedule import Side
-from pixelrag.losses.tiles import Columns
+from pixelrag.losses.tiles import Columns, Rotate
 
 Exchange = Literal["all_gather", "ring"]
 
@@ -51,16 +52,18 @@ def columns_of(
         ids_WCP = torch.arange(world_size * width, device=engine.device).view(world_size, width, 1)
     else:
         ids_WCP = engine.gather(block(ids_MP, -2)).view(world_size, width, -1)
+
+    def everyone(rows_M: torch.Tensor) -> torch.Tensor:
+        return engine.gather(block(rows_M))
+
+    place: Callable[[torch.Tensor], torch.Tensor]
+    rotate: Rotate | None
     if exchange == "ring" and world_size > 1:
         ids_NCP, is_real_NC = ids_WCP.roll(-engine.rank, 0), is_real_WC.roll(-engine.rank, 0)
         place, rotate, start = block, pass_on, 0
     else:
         ids_NCP, is_real_NC = ids_WCP.flatten(0, 1)[None], is_real_WC.flatten()[None]
-        place, rotate, start = (
-            (lambda rows_M: engine.gather(block(rows_M))),
-            None,
-            engine.rank * width,
-        )
+        place, rotate, start = everyone, None, engine.rank * width
     columns = Columns(
         place(emb_MD),
         ids_NCP,

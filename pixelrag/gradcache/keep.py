@@ -177,9 +177,17 @@ def _amounts(chunk: Chunk) -> Amounts:
     lengths_B = mask_BL.sum(dim=1)
     grid = chunk.get("image_grid_thw")
     patches = torch.zeros(0, dtype=torch.int64) if grid is None else grid.prod(dim=1)
-    sums = (int(x.sum()) for x in (lengths_B, lengths_B**2, patches, patches**2))
     rows, width = rows_of(chunk), mask_BL.shape[1]
-    return Amounts(rows * width, rows * width**2, *sums, rows, len(patches))
+    return Amounts(
+        padded_tokens=rows * width,
+        padded_pairs=rows * width**2,
+        tokens=int(lengths_B.sum()),
+        pairs=int((lengths_B**2).sum()),
+        patches=int(patches.sum()),
+        patch_pairs=int((patches**2).sum()),
+        rows=rows,
+        images=len(patches),
+    )
 
 
 def _ratio(wanted: int, known: int) -> float:

@@ -173,7 +173,7 @@ def _attention(
     looked_NK: torch.Tensor | None, batch: RagBatch, pair_BK: torch.Tensor
 ) -> torch.Tensor | None:
     """[B, K]; a missing document may hold anything."""
-    if looked_NK is None:
+    if looked_NK is None or batch.readings is None:
         return None
     if batch.readings["input_ids"].dim() == 3:  # all documents at once
         return looked_NK[: len(pair_BK)]
@@ -221,8 +221,8 @@ def _contrastive(
     stands = torch.tensor(sorted(place_of.values()), device=device)
     columns = Columns(gathered_ND, place_N[None, :, None], torch.isin(place_N, stands)[None])
     asked_BD = query_BD[torch.tensor(asked, dtype=torch.int64, device=device)]
-    batch = EmbeddedBatch(asked_BD, positive_BK, columns)
-    return contrastive_loss(Objective(), batch, scale, num_queries=num_asked).loss
+    embedded = EmbeddedBatch(asked_BD, positive_BK, columns)
+    return contrastive_loss(Objective(), embedded, scale, num_queries=num_asked).loss
 
 
 def _result(

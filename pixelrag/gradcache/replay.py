@@ -70,6 +70,7 @@ def first_pass(
                 output, log_scale = _forward(engine, side, chunk)
             graph = (output, log_scale) if is_kept else None
             passes.append(Pass(side, chunk, counts, random, output.detach(), graph))
+    assert log_scale is not None  # every side calls at least once
     return passes, log_scale.detach().clone()
 
 
@@ -133,4 +134,5 @@ def second_pass(
             share = scale_gradient if is_final else torch.zeros_like(scale_gradient)
             surrogate = surrogate + (log_scale * share).sum()
             engine.backward(surrogate, last=last and is_final)
-        kept.output = kept.gradient = kept.graph = output = log_scale = surrogate = None
+        kept.gradient = kept.graph = None
+        del kept.output, output, log_scale, surrogate

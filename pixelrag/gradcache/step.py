@@ -111,7 +111,7 @@ def gradcache_step(
     own_documents = sum(map(rows_of, document_chunks)) if fixed_MD is None else len(fixed_MD)
     own = (0, 0) if num_real_queries == 0 else (own_queries, own_documents)
     running = {"query": query_chunks}
-    if fixed_MD is None:
+    if not isinstance(document_chunks, torch.Tensor):
         running["document"] = document_chunks
     sides = agree_on_schedule(
         running,
@@ -122,12 +122,12 @@ def gradcache_step(
     keeper = keeper or Keeper()
     num_kept = keeper.num_kept(engine, sides)
     passes, log_scale = first_pass(engine, sides, num_kept=num_kept)
-    if fixed_MD is not None:
-        sides = *sides, side_of_fixed("document", own[1])
+    queries = sides[0]
+    documents = sides[1] if fixed_MD is None else side_of_fixed("document", own[1])
     if isinstance(pairs, torch.Tensor):
         pairs = Pairs(pairs[:, None])
     result, scale_gradient = _loss_on_embeddings(
-        engine, passes, *sides, fixed_MD, pairs, log_scale, weight,
+        engine, passes, queries, documents, fixed_MD, pairs, log_scale, weight,
         objective or Objective(), exchange,
     )  # fmt: skip
     if result.is_finite:

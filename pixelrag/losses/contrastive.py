@@ -163,6 +163,7 @@ def _of_one_length(
     share_K = 1.0 / torch.bincount(query_K, minlength=num_queries)[query_K].to(logit_K.dtype)
     by_guide_K = None
     if documents.guide_CG is not None:
+        assert batch.guide_BG is not None  # a guide encodes both sides
         by_guide_K = torch.linalg.vecdot(batch.guide_BG[query_K], documents.guide_CG[document_K])
 
     def highest(value_K: torch.Tensor) -> torch.Tensor:
@@ -184,11 +185,12 @@ def _of_one_length(
         best_B = best_B * (scale + objective.hardness_alpha)
         num_correct = ((best_B if bias is None else best_B + bias) > sums.best_R).sum()
     if objective.bidirectional:
+        assert batch.queries is not None  # see `EmbeddedBatch`
         rows = Rows(
             positive_KD,
             documents.ids_of(document_K[:, None]),
             None if margin is None else similarity_K.detach() + margin,
-            None if by_guide_K is None else documents.guide_CG[document_K],
+            None if documents.guide_CG is None else documents.guide_CG[document_K],
             by_guide_K,
         )
         sums = _sums(objective, rows, batch.queries, scale, bias)

@@ -26,7 +26,7 @@ from pixelrag.errors import DataError, ModelError
 from pixelrag.losses.kd_blocks import Blocks, scratch_bytes_per_token
 from pixelrag.losses.kd_chunk import choose_chunk_size
 from pixelrag.losses.kd_head import Head, Lora
-from pixelrag.losses.kd_kernel import BlockSpec, Form
+from pixelrag.losses.kd_kernel import BlockSpec, Form, TopKRows
 from pixelrag.losses.kd_objective import Objective
 from pixelrag.losses.kd_source import (
     Logits,
@@ -129,10 +129,9 @@ def distill_loss(
     if isinstance(teacher, TopK):
         check_ids(teacher, columns)
 
-    runner = ProjectedStudent if isinstance(student, Projected) else LogitsStudent
-    tensors = runner.tensors(student)
+    tensors = student.tensors()
     needs = tuple(x is not None and x.requires_grad and torch.is_grad_enabled() for x in tensors)
-    first = tensors[0]
+    first = student.first
     wide = torch.promote_types(first.dtype, torch.float32)
     dtype = first.dtype if precision == "fast" else wide
     if dtype == torch.float16 or (any(needs) and first.dtype == torch.float16):
@@ -198,12 +197,13 @@ class _Call:
 class _Distill(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        with torch.autocast(tensors[0].device.type, enabled=False):
+        first = call.student.first
+        with torch.autocast(first.device.type, enabled=False):
             blocks, gradients = _run(call)
         ctx.save_for_backward(*gradients)
         ctx.dtypes = [None if x is None else x.dtype for x in tensors]
         objective = call.spec.objective
-        wide = torch.promote_types(tensors[0].dtype, torch.float32)
+        wide = torch.promote_types(first.dtype, torch.float32)
         ce, kd = blocks.ce / call.divisor, blocks.kd * objective.temperature**2 / call.divisor
         total = objective.ce_weight * ce + (1 - objective.ce_weight) * kd
         outputs = tuple(x.to(wide) for x in (total, ce, kd, blocks.top1))
@@ -237,14 +237,16 @@ def _scaled(gradient: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> 
 
 def _run(call: _Call) -> tuple[Blocks, tuple[torch.Tensor | None, ...]]:
     count, columns, device = len(call.labels_N), call.num_columns, call.labels_N.device
-    runner = ProjectedStudent if isinstance(call.student, Projected) else LogitsStudent
-    student = runner(call.student, count, call.needs, call.unit)
+    student: ProjectedStudent | LogitsStudent
+    if isinstance(call.student, Projected):
+        student = ProjectedStudent(call.student, count, call.needs, call.unit)
+    else:
+        student = LogitsStudent(call.student, call.needs, call.unit)
     teacher = call.teacher
     size = (min(call.chunk_size, count), columns)
     student_CV = torch.empty(size, dtype=call.dtype, device=device)
-    teacher_CV = None
-    if isinstance(teacher, Projected | Logits):
-        teacher_CV = torch.empty(size, dtype=call.dtype, device=device)
+    two = isinstance(teacher, Projected | Logits)
+    teacher_CV = torch.empty(size if two else 0, dtype=call.dtype, device=device)
     blocks = Blocks(
         call.spec, num_columns=columns, chunk_size=call.chunk_size, dtype=call.dtype, device=device,
         compiled=call.compiled,
@@ -253,16 +255,16 @@ def _run(call: _Call) -> tuple[Blocks, tuple[torch.Tensor | None, ...]]:
         stop = min(start + call.chunk_size, count)
         rows = call.rows(start, stop, of=call.student)
         z_CV = student_CV[: stop - start]
-        filled = student.fill(rows, start, z_CV)
-        y = None
-        if teacher_CV is not None:
+        student.fill(rows, start, z_CV)
+        y: torch.Tensor | TopKRows | None = None
+        if isinstance(teacher, Projected | Logits):
             y = teacher_CV[: stop - start]
             fill_teacher(teacher, call.rows(start, stop, of=teacher), y)
         elif isinstance(teacher, TopK):
             y = top_k_rows(teacher, call.rows(start, stop, of=teacher))
         blocks.run(z_CV, y, call.labels_N[start:stop])
         if call.spec.want_grad:
-            student.back(rows, filled, z_CV)
+            student.back(rows, z_CV)
     return blocks, student.gradients()
 
 

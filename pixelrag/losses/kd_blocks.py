@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch._dynamo.exc import TorchDynamoException
@@ -110,7 +111,7 @@ def _compiled_kernel() -> Callable[..., BlockTerms]:
     kernel = torch.compile(block_terms, dynamic=True)
     usable = True
 
-    def run(*arguments: object) -> BlockTerms:
+    def run(*arguments: Any) -> BlockTerms:
         nonlocal usable
         if usable:
             try:

@@ -218,12 +218,13 @@ class HeadGradient:
             through_CH = self._adapter(logits_CV, adapter)
             if back_CH is not None:
                 back_CH += through_CH
-        if back_CH is not None:
+        if self.hidden_TH is not None and back_CH is not None:
             self.hidden_TH[rows_C] = back_CH.to(self.hidden_TH.dtype)
 
     def _adapter(self, logits_CV: torch.Tensor, adapter: AdapterState) -> torch.Tensor:
         """Gradients of A and B without ever the product of the two; return that of hidden."""
         lora, num_rows = self._head.lora, logits_CV.shape[1]
+        assert lora is not None  # there is an adapter's state
         if self.b_VR is not None:
             scale = lora.scaling * self._unit
             _add_outer(self.b_VR[:num_rows], logits_CV, adapter.low_CR, scale)

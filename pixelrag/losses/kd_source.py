@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from pixelrag.errors import DataError, ModelError
-from pixelrag.losses.kd_head import AdapterState, Head, HeadGradient, project
+from pixelrag.losses.kd_head import Head, HeadGradient, project
 from pixelrag.losses.kd_kernel import TopKRows
 
 Rows = torch.Tensor | slice
@@ -47,6 +47,17 @@ class Projected:
         """Vocabulary rows of the head, padding included."""
         return self.head.num_rows
 
+    @property
+    def first(self) -> torch.Tensor:
+        """What tells device and dtype."""
+        return self.hidden_TH
+
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """What gradients may flow to, in the order of a student's `gradients`."""
+        lora = self.head.lora
+        adapter = (None, None) if lora is None else (lora.a_RH, lora.b_VR)
+        return (self.hidden_TH, self.head.weight_VH, self.head.bias_V, *adapter)
+
 
 @dataclass(frozen=True, slots=True)
 class Logits:
@@ -69,6 +80,15 @@ class Logits:
     def num_columns(self) -> int:
         """Columns of the logits, padding included."""
         return self.logits_TV.shape[1]
+
+    @property
+    def first(self) -> torch.Tensor:
+        """What tells device and dtype."""
+        return self.logits_TV
+
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """What gradients may flow to."""
+        return (self.logits_TV,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +162,7 @@ class ProjectedStudent:
     Args:
         student: hidden states and head.
         num_supervised: tokens with a label.
-        needs: which of `tensors` need a gradient.
+        needs: which of the student's `tensors` need a gradient.
         unit: a factor of all gradients that `back` takes.
     """
 
@@ -161,37 +181,23 @@ class ProjectedStudent:
                 (num_supervised, width), dtype=torch.bool, device=student.hidden_TH.device
             ).bernoulli_(keep)
 
-    @staticmethod
-    def tensors(student: Projected) -> tuple[torch.Tensor | None, ...]:
-        """What gradients may flow to, in the order of `gradients`."""
-        head, lora = student.head, student.head.lora
-        adapter = (None, None) if lora is None else (lora.a_RH, lora.b_VR)
-        return (student.hidden_TH, head.weight_VH, head.bias_V, *adapter)
-
-    def fill(
-        self, rows: Rows, start: int, out_CV: torch.Tensor
-    ) -> tuple[torch.Tensor, AdapterState | None]:
+    def fill(self, rows: Rows, start: int, out_CV: torch.Tensor) -> None:
         """Write the products of a chunk that starts at the ``start``-th supervised token."""
         head = self._student.head
         hidden_CH = take(self._student.hidden_TH, rows)
         kept_CH = None
-        if self._kept_NH is not None:
+        if self._kept_NH is not None and head.lora is not None:
             kept = self._kept_NH[start : start + len(out_CV)]
             kept_CH = kept.to(out_CV.dtype).div_(1 - head.lora.dropout)
-        return hidden_CH, project(head, hidden_CH, out_CV, kept_CH)
+        self._filled = hidden_CH, project(head, hidden_CH, out_CV, kept_CH)
 
-    def back(
-        self,
-        rows: Rows,
-        filled: tuple[torch.Tensor, AdapterState | None],
-        gradient_CV: torch.Tensor,
-    ) -> None:
-        """Take the gradient in what `fill` wrote."""
-        hidden_CH, adapter = filled
+    def back(self, rows: Rows, gradient_CV: torch.Tensor) -> None:
+        """Take the gradient in what `fill` wrote last."""
+        hidden_CH, adapter = self._filled
         self._gradient.add(gradient_CV, hidden_CH, rows, adapter)
 
     def gradients(self) -> tuple[torch.Tensor | None, ...]:
-        """In the order of `tensors`; weights' in at least fp32."""
+        """In the order of the student's `tensors`; weights' in at least fp32."""
         g = self._gradient
         return (g.hidden_TH, g.weight_VH, g.bias_V, g.a_RH, g.b_VR)
 
@@ -201,33 +207,25 @@ class LogitsStudent:
 
     Args:
         student: the logits.
-        num_supervised: not used; see `ProjectedStudent`.
         needs: whether the logits need a gradient.
         unit: see `ProjectedStudent`.
     """
 
-    def __init__(
-        self, student: Logits, num_supervised: int, needs: tuple[bool, ...], unit: float
-    ) -> None:
+    def __init__(self, student: Logits, needs: tuple[bool, ...], unit: float) -> None:
         self._unit = unit
         self._logits_TV = student.logits_TV
         self._gradient_TV = torch.zeros_like(student.logits_TV) if needs[0] else None
-
-    @staticmethod
-    def tensors(student: Logits) -> tuple[torch.Tensor | None, ...]:
-        """What gradients may flow to."""
-        return (student.logits_TV,)
 
     def fill(self, rows: Rows, start: int, out_CV: torch.Tensor) -> None:
         """Copy a chunk's logits."""
         out_CV.copy_(take(self._logits_TV[:, : out_CV.shape[1]], rows))
 
-    def back(self, rows: Rows, filled: None, gradient_CV: torch.Tensor) -> None:
+    def back(self, rows: Rows, gradient_CV: torch.Tensor) -> None:
         """Write a chunk's gradient."""
         if self._gradient_TV is not None:
             columns = self._gradient_TV[:, : gradient_CV.shape[1]]
             columns[rows] = (gradient_CV * self._unit).to(columns.dtype)
 
     def gradients(self) -> tuple[torch.Tensor | None, ...]:
-        """In the order of `tensors`."""
+        """In the order of the student's `tensors`."""
         return (self._gradient_TV,)

@@ -212,18 +212,21 @@ class RagObjective:
         target_mask_BT: torch.Tensor,
     ) -> torch.Tensor:
         """The encoders' own loss, [B]; 0 where they share the generator's."""
+        if self.retriever == "emdr2" and self.answer == "rag_token":
+            assert apart_BKT is not None  # by what `needs` asks for
+            return emdr2_per_token(scores_BK, apart_BKT, target_mask_BT)
+        if self.retriever == "adist":
+            assert attention_BK is not None
+            return adist(scores_BK, attention_BK, temperature=self.reader_temperature)
+        if self.retriever == "marginal":
+            return torch.zeros_like(scores_BK[:, 0])
+        assert answers_BK is not None
         if self.retriever == "emdr2":
-            if self.answer == "rag_token":
-                return emdr2_per_token(scores_BK, apart_BKT, target_mask_BT)
             return emdr2(scores_BK, answers_BK)
         if self.retriever == "pdist":
             return pdist(scores_BK, answers_BK, temperature=self.reader_temperature)
-        if self.retriever == "loop":
-            left_out_BK = answers_BK if self.leaves_out else _without_each(scores_BK, answers_BK)
-            return loop(scores_BK, left_out_BK, temperature=self.reader_temperature)
-        if self.retriever == "adist":
-            return adist(scores_BK, attention_BK, temperature=self.reader_temperature)
-        return torch.zeros_like(scores_BK[:, 0])
+        left_out_BK = answers_BK if self.leaves_out else _without_each(scores_BK, answers_BK)
+        return loop(scores_BK, left_out_BK, temperature=self.reader_temperature)
 
 
 def _without_each(scores_BK: torch.Tensor, answers_BK: torch.Tensor) -> torch.Tensor:

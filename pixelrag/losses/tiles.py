@@ -206,7 +206,7 @@ class _Tiles:
         guide = [] if self.columns.guide_CG is None else [self.columns.guide_CG]
         for number in range(count):
             yield number, riding[0], guide[0] if guide else None
-            if number + 1 < count:
+            if rotate is not None and number + 1 < count:
                 arrived = rotate([*riding, *guide])
                 riding[:], guide = arrived[: len(riding)], arrived[len(riding) :]
         if rotate is not None and len(riding) > 1:
@@ -244,6 +244,8 @@ class _Tiles:
             ceiling_R = mine.ceiling_R[rows] * factor
             yield logits > (ceiling_R if bias is None else ceiling_R + bias)[:, None]
         if guide_CG is not None:
+            assert mine.guide_RG is not None
+            assert mine.guide_ceiling_R is not None
             similarity = mine.guide_RG[rows] @ guide_CG[columns].T
             yield similarity > mine.guide_ceiling_R[rows, None]
         for own_R in mine.ids_RP[rows].unbind(1):

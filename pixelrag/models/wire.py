@@ -47,7 +47,7 @@ def send(
     connection.sendall(_LENGTH.pack(len(text)) + text)
     for tensor in tensors.values():
         flat = tensor.detach().contiguous().cpu().view(-1)
-        connection.sendall(memoryview(flat.view(torch.uint8).numpy()))
+        connection.sendall(flat.view(torch.uint8).numpy().data)
 
 
 def receive(

@@ -69,7 +69,7 @@ class Saver:
         self.stall_seconds = 0.0
         world_size = engine.world_size
         store = dist.distributed_c10d._get_default_store() if world_size > 1 else None
-        self._store = None if store is None else store.clone()
+        self._store = None if store is None else store.clone()  # type: ignore[attr-defined]  # as in whereabouts
         if self._store is not None:
             self._store.set_timeout(_LATEST)
         # Equal on all ranks; tells this save's posts from those of one that failed before.

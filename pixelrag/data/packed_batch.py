@@ -6,8 +6,9 @@ is padding: tokenizers use one token as padding, as separator and as the end of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset
@@ -61,8 +62,8 @@ class PackedBatch:
         """The same batch in pinned memory; `DataLoader` calls this."""
         return self._mapped(torch.Tensor.pin_memory)
 
-    def _mapped(self, function) -> PackedBatch:
-        tensors = {
+    def _mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> PackedBatch:
+        tensors: dict[str, Any] = {
             field.name: function(value)
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), torch.Tensor)
@@ -194,7 +195,7 @@ class _Rows:
         )
 
 
-class PackedSteps(Dataset):
+class PackedSteps(Dataset[PackedStep]):
     """Maps the number of a global batch to this rank's part of it, as tensors.
 
     It keeps no state, so it serves in this process as well as in any number of loader workers,

@@ -61,7 +61,7 @@ class _From:
         return itertools.count(self._start)
 
 
-class _Carried(Dataset):
+class _Carried(Dataset[PackedStep | PixelragError]):
     """Hands errors over as values: a worker's loader would bury them under its own traceback."""
 
     def __init__(self, steps: PackedSteps) -> None:

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -195,7 +196,7 @@ def hold_out(
     return np.sort(order[stop:]), np.sort(order[:stop])
 
 
-def _joined(parts: Iterable[NDArray], dtype: type) -> NDArray:
+def _joined(parts: Iterable[NDArray[Any]], dtype: type) -> NDArray[Any]:
     parts = list(parts)
     return np.concatenate(parts) if parts else np.empty(0, dtype)
 
@@ -211,5 +212,5 @@ def _fingerprint(
     return digest.hexdigest()
 
 
-def _blocks(array: NDArray) -> Iterator[NDArray]:
+def _blocks(array: NDArray[Any]) -> Iterator[NDArray[Any]]:
     return (array[start : start + _BLOCK] for start in range(0, len(array), _BLOCK))

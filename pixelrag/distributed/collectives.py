@@ -7,7 +7,7 @@ order. With one process each is the identity.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -59,14 +59,14 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
 
 class _GatherSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, local_BD: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, local_BD: torch.Tensor) -> torch.Tensor:
         world_size = dist.get_world_size()
         gathered = local_BD.new_empty(world_size * local_BD.shape[0], *local_BD.shape[1:])
         _all_gather(gathered, local_BD.contiguous())
         return gathered
 
     @staticmethod
-    def backward(ctx, grad_ND: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, grad_ND: torch.Tensor) -> torch.Tensor:
         world_size = dist.get_world_size()
         local = grad_ND.new_empty(grad_ND.shape[0] // world_size, *grad_ND.shape[1:])
         _reduce_scatter(local, grad_ND.contiguous(), op=dist.ReduceOp.SUM)
@@ -118,7 +118,7 @@ def from_main(function: Callable[[], T]) -> T:
     """
     if dist.get_world_size() == 1:
         return function()
-    outcome: list = [None, None]
+    outcome: list[Any] = [None, None]
     raised: Exception | None = None
     if dist.get_rank() == 0:
         try:
@@ -144,6 +144,6 @@ def told_by_main(error: PixelragError) -> PixelragError:
 
 def gather_objects(value: T) -> list[T]:
     """Return every rank's small Python object, indexed by rank."""
-    everyone: list = [None] * dist.get_world_size()
+    everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, value)
     return everyone

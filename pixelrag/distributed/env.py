@@ -14,6 +14,7 @@ import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -142,7 +143,7 @@ def _init(rank: int, world_size: int, device: torch.device, timeout_seconds: flo
     timeout = datetime.timedelta(seconds=timeout_seconds)
     # A CPU backend beside NCCL lets small host-side agreements skip the GPU queue.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    options: dict = {"backend": backend, "timeout": timeout}
+    options: dict[str, Any] = {"backend": backend, "timeout": timeout}
     meeting_file = os.environ.get("PIXELRAG_RENDEZVOUS_FILE")
     if meeting_file is not None:
         options |= {"init_method": f"file://{meeting_file}", "rank": rank, "world_size": world_size}

@@ -86,7 +86,7 @@ def variables_of(folder: str, rank: int, nproc: int) -> dict[str, str]:
     }
 
 
-def _start(folder: str, rank: int, nproc: int, env: Mapping[str, str]) -> subprocess.Popen:
+def _start(folder: str, rank: int, nproc: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
     with Path(folder, f"output{rank}.txt").open("w") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "pixelrag.distributed.spawn", folder],
@@ -97,7 +97,7 @@ def _start(folder: str, rank: int, nproc: int, env: Mapping[str, str]) -> subpro
         )
 
 
-def _wait(workers: list[subprocess.Popen], deadline: float, timeout_seconds: float) -> None:
+def _wait(workers: list[subprocess.Popen[bytes]], deadline: float, timeout_seconds: float) -> None:
     failed_at = None
     while any(worker.poll() is None for worker in workers):
         now = time.monotonic()

@@ -255,6 +255,12 @@ class Engine(ABC):
         return parameters
 
 
+def gradient_of(parameter: nn.Parameter) -> torch.Tensor:
+    """The gradient of a parameter that has one, after a reduction or `fill_unused_gradients`."""
+    assert parameter.grad is not None
+    return parameter.grad
+
+
 def check_container(module: nn.Module) -> None:
     """Refuse what the sharding engines cannot hold, whichever engine is chosen now.
 

@@ -8,13 +8,21 @@ and stays silent when the last chunk does not use every parameter. Here the chun
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from pixelrag.engine.base import Engine, OptimizerFactory, broadcast_from_rank0, rank_0
+from pixelrag.engine.base import (
+    Engine,
+    OptimizerFactory,
+    Owner,
+    broadcast_from_rank0,
+    gradient_of,
+    rank_0,
+)
 from pixelrag.engine.state import load_plain_state, plain_state
 
 BUCKET_BYTES = 256 << 20
@@ -48,20 +56,20 @@ class DDPEngine(Engine):
         self.optimizer = self.build_optimizer(optimizer_factory)
         self._reduced = ReducedSum(self)
 
-    def _forward(self, role, **batch):
+    def _forward(self, role: str, **batch: Any) -> Any:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._bf16):
             return self.module(role, **batch)
 
-    def _backward(self, loss, *, last):
+    def _backward(self, loss: torch.Tensor, *, last: bool) -> None:
         loss.backward()
         if self.grad_sync == "per_chunk":
             self._reduced.add_chunk(last=last)
         elif last:
-            all_reduce_flat(p.grad for p in self.fill_unused_gradients())
+            all_reduce_flat(gradient_of(p) for p in self.fill_unused_gradients())
 
-    def _step(self, max_norm):
+    def _step(self, max_norm: float | None) -> float:
         parameters = [p for _, p in self.named_trainable()]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+        norm = torch.nn.utils.get_total_norm([gradient_of(p) for p in parameters])
         if torch.isfinite(norm):
             if max_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
@@ -69,18 +77,20 @@ class DDPEngine(Engine):
         self.optimizer.zero_grad(set_to_none=True)
         return norm.item()
 
-    def gradients(self):
-        return {n: p.grad.detach().clone() for n, p in self.named_trainable()}
+    def gradients(self) -> dict[str, torch.Tensor]:
+        return {n: gradient_of(p).detach().clone() for n, p in self.named_trainable()}
 
-    def full_parameters(self, *, trainable_only=False, prefix="", owner=rank_0):
+    def full_parameters(
+        self, *, trainable_only: bool = False, prefix: str = "", owner: Owner = rank_0
+    ) -> dict[str, torch.Tensor]:
         named = self.named_tensors(trainable_only=trainable_only, prefix=prefix)
         return {n: p.detach().to("cpu", copy=True) for n, p in named if owner(n) == self.rank}
 
-    def optimizer_state(self, *, owner=rank_0):
+    def optimizer_state(self, *, owner: Owner = rank_0) -> dict[str, dict[str, torch.Tensor]]:
         own = [(n, p) for n, p in self.named_trainable() if owner(n) == self.rank]
         return plain_state(self.optimizer, own)
 
-    def load_optimizer_state(self, state):
+    def load_optimizer_state(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
         load_plain_state(self.optimizer, self.named_trainable(), state)
 
 
@@ -99,10 +109,9 @@ class ReducedSum:
     def add_chunk(self, *, last: bool, scale: float = 1.0) -> None:
         """Move ``.grad`` into the running sum; with ``last`` put the sum back into ``.grad``."""
         used = self._engine.fill_unused_gradients()
-        gradients = [(p, p.grad) for p in used if p.grad is not None]
-        all_reduce_flat(gradient for _, gradient in gradients)
-        for parameter, gradient in gradients:
-            fresh, parameter.grad = gradient.mul_(scale), None
+        all_reduce_flat(gradient_of(p) for p in used)
+        for parameter in used:
+            fresh, parameter.grad = gradient_of(parameter).mul_(scale), None
             before = self._sums.get(parameter)
             self._sums[parameter] = fresh if before is None else before.add_(fresh)
         if last:

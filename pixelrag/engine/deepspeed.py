@@ -21,7 +21,14 @@ import torch.distributed as dist
 from pydantic import ValidationError
 from torch import nn
 
-from pixelrag.engine.base import Engine, OptimizerFactory, broadcast_from_rank0, rank_0
+from pixelrag.engine.base import (
+    Engine,
+    OptimizerFactory,
+    Owner,
+    broadcast_from_rank0,
+    gradient_of,
+    rank_0,
+)
 from pixelrag.engine.ddp import ReducedSum
 from pixelrag.engine.order import ForwardTrace, holders_of_parameters
 from pixelrag.engine.state import load_plain_state, plain_state
@@ -118,10 +125,10 @@ class DeepSpeedEngine(Engine):
         self._reduced = ReducedSum(self)
         self._hp = {1: Zero12State, 2: Zero12State, 3: Zero3State}.get(stage)
 
-    def _forward(self, role, **batch):
+    def _forward(self, role: str, **batch: Any) -> Any:
         return self._ds(role, **batch)
 
-    def _backward(self, loss, *, last):
+    def _backward(self, loss: torch.Tensor, *, last: bool) -> None:
         # DeepSpeed averages over ranks; the contract sums.
         loss = loss * self.world_size
         if self.grad_sync == "per_chunk" and self.stage >= 2:
@@ -168,7 +175,7 @@ class DeepSpeedEngine(Engine):
                 f"{unlike[0]!r}; run a zero-weighted forward through them on the other ranks"
             )
 
-    def _step(self, max_norm):
+    def _step(self, max_norm: float | None) -> float:
         if self.stage == 0:
             return self._step_replicated(max_norm)
         self._ds.optimizer.clip_grad = max_norm or 0.0
@@ -201,9 +208,9 @@ class DeepSpeedEngine(Engine):
             if master.grad is not None:
                 master.grad.zero_()
 
-    def _step_replicated(self, max_norm):
+    def _step_replicated(self, max_norm: float | None) -> float:
         parameters = [p for _, p in self.named_trainable()]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+        norm = torch.nn.utils.get_total_norm([gradient_of(p) for p in parameters])
         if not torch.isfinite(norm):
             self._ds.zero_grad()
             return norm.item()
@@ -212,27 +219,29 @@ class DeepSpeedEngine(Engine):
         self._ds.step()
         return norm.item()
 
-    def _masters(self):
+    def _masters(self) -> list[torch.Tensor]:
         return super()._masters() if self._hp is None else self._hp(self._ds.optimizer).flats()
 
-    def _swap_averages(self, masters):
+    def _swap_averages(self, masters: list[torch.Tensor]) -> None:
         if self._hp is None:
             super()._swap_averages(masters)
             return
         with self._hp(self._ds.optimizer).rewriting():
             super()._swap_averages(masters)
 
-    def gradients(self):
+    def gradients(self) -> dict[str, torch.Tensor]:
         if self.stage == 0:
-            return {n: p.grad.clone() for n, p in self.named_trainable()}
+            return {n: gradient_of(p).clone() for n, p in self.named_trainable()}
         from deepspeed.utils import safe_get_full_grad
 
         return {n: safe_get_full_grad(p).detach().clone() for n, p in self.named_trainable()}
 
-    def shape_of(self, parameter):
+    def shape_of(self, parameter: nn.Parameter) -> tuple[int, ...]:
         return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
-    def full_parameters(self, *, trainable_only=False, prefix="", owner=rank_0):
+    def full_parameters(
+        self, *, trainable_only: bool = False, prefix: str = "", owner: Owner = rank_0
+    ) -> dict[str, torch.Tensor]:
         named = self.named_tensors(trainable_only=trainable_only, prefix=prefix)
         full = {}
         for name, tensor in named:
@@ -242,14 +251,14 @@ class DeepSpeedEngine(Engine):
                     full[name] = tensor.detach().to("cpu", copy=True)
         return full
 
-    def optimizer_state(self, *, owner=rank_0):
+    def optimizer_state(self, *, owner: Owner = rank_0) -> dict[str, dict[str, torch.Tensor]]:
         named = self.named_trainable()
         if self._hp is None:
             own = [(n, p) for n, p in named if owner(n) == self.rank]
             return plain_state(self.optimizer, own)
         return self._hp(self._ds.optimizer).gather(named, lambda name: owner(name) == self.rank)
 
-    def load_optimizer_state(self, state):
+    def load_optimizer_state(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
         if self._hp is None:
             load_plain_state(self.optimizer, self.named_trainable(), state)
         else:

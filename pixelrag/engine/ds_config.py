@@ -143,7 +143,7 @@ def resolve(
     return config
 
 
-def _keep_exact(config: dict, problems: list[str]) -> None:
+def _keep_exact(config: dict[str, Any], problems: list[str]) -> None:
     """Drop ``"auto"`` and null from the settings of ``_EXACT`` and report any other value."""
     for path, allowed in _EXACT:
         *sections, key = path.split(".")
@@ -164,19 +164,21 @@ def _keep_exact(config: dict, problems: list[str]) -> None:
                 )
 
 
-def _settle(table: dict, key: str, value: Any, path: str | None, problems: list[str]) -> None:
+def _settle(
+    table: dict[str, Any], key: str, value: Any, path: str | None, problems: list[str]
+) -> None:
     got = table.get(key, "auto")
     if got != "auto" and got != value:
         problems.append(f'{path or key}: got {got!r}, expected {value!r} or "auto"')
     table[key] = value
 
 
-def _value_or(table: dict, key: str, default: Any) -> Any:
+def _value_or(table: dict[str, Any], key: str, default: Any) -> Any:
     got = table.get(key, "auto")
     return default if got == "auto" else got
 
 
-def _drop_auto_section(config: dict, section: str, problems: list[str]) -> None:
+def _drop_auto_section(config: dict[str, Any], section: str, problems: list[str]) -> None:
     got = config.pop(section, None)
     if got in (None, "auto") or not isinstance(got, dict):
         return
@@ -193,7 +195,7 @@ def _is_on(section: Any) -> bool:
     return bool(section)
 
 
-def _settle_precision(config: dict, bf16: bool, problems: list[str]) -> None:
+def _settle_precision(config: dict[str, Any], bf16: bool, problems: list[str]) -> None:
     for key in ("bf16", "torch_autocast"):
         section = config.get(key)
         enabled = section.get("enabled") if isinstance(section, dict) else section
@@ -210,7 +212,7 @@ def _settle_precision(config: dict, bf16: bool, problems: list[str]) -> None:
     config["torch_autocast"] = autocast | {"enabled": bf16, "dtype": "bfloat16"}
 
 
-def _settle_offload(zero: dict, offload_optimizer: bool, problems: list[str]) -> None:
+def _settle_offload(zero: dict[str, Any], offload_optimizer: bool, problems: list[str]) -> None:
     section = zero.get("offload_optimizer") or {}
     if not isinstance(section, dict):
         problems.append(f"zero_optimization.offload_optimizer: got {section!r}, expected an object")

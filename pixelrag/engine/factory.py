@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from pixelrag.engine.base import Engine, OptimizerFactory
-from pixelrag.engine.budget import choose_modes
+from pixelrag.engine.budget import Modes, choose_modes
 from pixelrag.engine.ddp import DDPEngine
 from pixelrag.errors import EngineError
 
@@ -90,7 +91,14 @@ def build_engine(
 
 
 def _build_zero(
-    module, optimizer_factory, stage, device, bf16, modes, offload_optimizer, path
+    module: nn.Module,
+    optimizer_factory: OptimizerFactory,
+    stage: int,
+    device: torch.device,
+    bf16: bool,
+    modes: Modes,
+    offload_optimizer: bool,
+    path: str | Path | None,
 ) -> Engine:
     import torch.distributed as dist
 

@@ -27,7 +27,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from pixelrag.engine.base import (
     Engine,
     OptimizerFactory,
+    Owner,
     broadcast_from_rank0,
+    gradient_of,
     outermost_first,
     rank_0,
 )
@@ -81,21 +83,21 @@ class FSDP2Engine(Engine):
                 shard(part, mp_policy=full)
         for block in named_blocks.values():
             shard(block, mp_policy=low)
-        root = shard(module, mp_policy=low)
+        self._root = shard(module, mp_policy=low)
         self._units = [m for m in module.modules() if isinstance(m, FSDPModule)]
         for unit in self._units:  # neither setting is recursive; together they mean SUM
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
         # Ranks then reduce the same list of parameters whatever each of them used.
-        root.set_reduce_scatter_unused_params(True)
+        self._root.set_reduce_scatter_unused_params(True)
         self._trace = ForwardTrace(named_blocks)
         self.optimizer = self.build_optimizer(optimizer_factory)
 
-    def _backward(self, loss, *, last):
-        self.module.set_requires_gradient_sync(last or self.grad_sync == "per_chunk")
-        self.module.set_is_last_backward(last)
+    def _backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        self._root.set_requires_gradient_sync(last or self.grad_sync == "per_chunk")
+        self._root.set_is_last_backward(last)
         if self.resident:
-            self.module.set_reshard_after_backward(last)
+            self._root.set_reshard_after_backward(last)
         if last:
             self._widen_first_uses()
         loss.backward()
@@ -118,11 +120,11 @@ class FSDP2Engine(Engine):
                             parameter._unsharded_param, dtype=parameter.reduce_dtype
                         )
 
-    def _step(self, max_norm):
+    def _step(self, max_norm: float | None) -> float:
         self._reshard()
         # A unit that was never gathered this step has no gradient to reduce.
         parameters = self.fill_unused_gradients()
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+        norm = torch.nn.utils.get_total_norm([gradient_of(p) for p in parameters])
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if torch.isfinite(norm):
             if max_norm is not None:
@@ -144,17 +146,19 @@ class FSDP2Engine(Engine):
         finally:
             self._reshard()
 
-    def _swap_averages(self, masters):
+    def _swap_averages(self, masters: list[torch.Tensor]) -> None:
         self._reshard()
         super()._swap_averages(masters)
         self._reshard()
 
-    def gradients(self):
+    def gradients(self) -> dict[str, torch.Tensor]:
         self._reshard()
         self.fill_unused_gradients()
-        return {n: _whole(p.grad).detach().clone() for n, p in self.named_trainable()}
+        return {n: _whole(gradient_of(p)).detach().clone() for n, p in self.named_trainable()}
 
-    def full_parameters(self, *, trainable_only=False, prefix="", owner=rank_0):
+    def full_parameters(
+        self, *, trainable_only: bool = False, prefix: str = "", owner: Owner = rank_0
+    ) -> dict[str, torch.Tensor]:
         self._reshard()
         named = self.named_tensors(trainable_only=trainable_only, prefix=prefix)
         full = {}
@@ -164,7 +168,7 @@ class FSDP2Engine(Engine):
                 full[name] = whole.to("cpu", copy=True)
         return full
 
-    def optimizer_state(self, *, owner=rank_0):
+    def optimizer_state(self, *, owner: Owner = rank_0) -> dict[str, dict[str, torch.Tensor]]:
         full: dict[str, dict[str, torch.Tensor]] = {}
         for name, parameter in self.named_trainable():
             for key, value in self.optimizer.state.get(parameter, {}).items():
@@ -173,7 +177,7 @@ class FSDP2Engine(Engine):
                     full.setdefault(name, {})[key] = whole.to("cpu", copy=True)
         return full
 
-    def load_optimizer_state(self, state):
+    def load_optimizer_state(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
         parameters = dict(self.named_trainable())
         check_names(state, parameters, {n: tuple(p.shape) for n, p in parameters.items()})
         for name, entries in state.items():

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -36,8 +37,8 @@ class ForwardTrace:
         for name, submodule in submodules.items():
             submodule.register_forward_pre_hook(self._hook(name))
 
-    def _hook(self, name: str):
-        def record(module: nn.Module, args: tuple) -> None:
+    def _hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def record(module: nn.Module, args: tuple[Any, ...]) -> None:
             self._note(name)
 
         return record

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -74,7 +74,9 @@ class ZeroState(ABC):
                     full.setdefault(name, {})[key] = value.cpu()
         return full
 
-    def _assemble(self, parameter, part, key, shape) -> torch.Tensor:
+    def _assemble(
+        self, parameter: nn.Parameter, part: Slice | None, key: str, shape: tuple[int, ...]
+    ) -> torch.Tensor:
         whole = torch.zeros(_numel(shape), dtype=torch.float32, device=parameter.device)
         if part is not None and part.numel > 0:
             source = self._inner.state[part.flat][key].narrow(0, part.flat_start, part.numel)
@@ -112,19 +114,19 @@ class ZeroState(ABC):
 class Zero12State(ZeroState):
     """Stages 1 and 2: one flat partition per parameter group."""
 
-    def flats(self):
+    def flats(self) -> list[torch.Tensor]:
         return list(self._zero.single_partition_of_fp32_groups)
 
     @contextlib.contextmanager
-    def rewriting(self):
+    def rewriting(self) -> Iterator[None]:
         yield
         self._zero.update_lp_params()
 
-    def shape(self, parameter):
+    def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
         return tuple(parameter.shape)
 
-    def slice_of(self, parameter):
-        mapping = parameter._hp_mapping
+    def slice_of(self, parameter: nn.Parameter) -> Slice | None:
+        mapping = _of_deepspeed(parameter)._hp_mapping
         if mapping is None:
             return None
         flat = self._zero.single_partition_of_fp32_groups[mapping.param_group_index]
@@ -135,11 +137,11 @@ class Zero12State(ZeroState):
 class Zero3State(ZeroState):
     """Stage 3: every rank holds an equal, padded share of every parameter."""
 
-    def flats(self):
+    def flats(self) -> list[torch.Tensor]:
         return list(self._zero.fp32_partitioned_groups_flat)
 
     @contextlib.contextmanager
-    def rewriting(self):
+    def rewriting(self) -> Iterator[None]:
         # As in DeepSpeed's own step: gathered copies go, shards are written, small ones return.
         self._zero._partition_all_parameters()
         yield
@@ -148,16 +150,21 @@ class Zero3State(ZeroState):
         if kept := self._zero.persistent_parameters:
             kept[0].all_gather(kept)
 
-    def shape(self, parameter):
-        return tuple(parameter.ds_shape)
+    def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        return tuple(_of_deepspeed(parameter).ds_shape)
 
-    def slice_of(self, parameter):
+    def slice_of(self, parameter: nn.Parameter) -> Slice | None:
         group, offset, share = self._zero.grad_position[self._zero.get_param_id(parameter)]
         start = dist.get_rank() * share
-        numel = max(0, min(share, parameter.ds_numel - start))
+        numel = max(0, min(share, _of_deepspeed(parameter).ds_numel - start))
         if numel == 0:
             return None
         return Slice(self._zero.fp32_partitioned_groups_flat[group], offset, start, numel)
+
+
+def _of_deepspeed(parameter: nn.Parameter) -> Any:
+    """The parameter, with the attributes that DeepSpeed has hung on it."""
+    return parameter
 
 
 def _numel(shape: tuple[int, ...]) -> int:

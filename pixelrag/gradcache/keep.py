@@ -16,7 +16,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -206,7 +206,7 @@ class _LiveBytes(TorchDispatchMode):
         super().__init__()
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given = {s._cdata for s in _storages((args, kwargs))}
         for storage in _storages(result):

@@ -199,7 +199,13 @@ def _of_one_length(
     return PartialLoss(loss, num_correct.to(logit_K.dtype))
 
 
-def _sums(objective: Objective, rows: Rows, columns: Columns, scale, bias) -> RowSums:
+def _sums(
+    objective: Objective,
+    rows: Rows,
+    columns: Columns,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> RowSums:
     return row_sums(
         rows,
         columns,

@@ -10,6 +10,7 @@ passes every gradient but one: a parameter that already lies outside gets no pus
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,12 +21,12 @@ MAX_LOG_SCALE = math.log(100.0)
 
 class _HeldInRange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, log_scale: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, log_scale: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(log_scale)
         return log_scale.clamp(MIN_LOG_SCALE, MAX_LOG_SCALE)
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         (log_scale,) = ctx.saved_tensors
         # Descent moves against the gradient: a negative one pushes the value up.
         outward = ((log_scale >= MAX_LOG_SCALE) & (grad < 0)) | (

@@ -120,7 +120,14 @@ def row_sums(
 
 class _RowSums(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, row_RD, column_CD, scale, bias, tiles: _Tiles) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any,
+        row_RD: torch.Tensor,
+        column_CD: torch.Tensor,
+        scale: torch.Tensor,
+        bias: torch.Tensor | None,
+        tiles: _Tiles,
+    ) -> tuple[torch.Tensor, ...]:
         sums = tiles.sums(row_RD, column_CD, scale, bias)
         ctx.save_for_backward(row_RD, column_CD, scale, bias, sums.reduced_R)
         ctx.tiles = tiles
@@ -129,7 +136,9 @@ class _RowSums(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, reduced_R, sum_R, _count, _best) -> tuple[Any, ...]:
+    def backward(
+        ctx: Any, reduced_R: torch.Tensor, sum_R: torch.Tensor, _count: Any, _best: Any
+    ) -> tuple[Any, ...]:
         gradients = ctx.tiles.gradients(*ctx.saved_tensors, reduced_R, sum_R)
         needed = zip(gradients, ctx.needs_input_grad, strict=False)
         return *(gradient if wanted else None for gradient, wanted in needed), None
@@ -146,7 +155,13 @@ class _Tiles:
     with_sums: bool
     tile_size: int
 
-    def sums(self, row_RD, column_CD, scale, bias) -> RowSums:
+    def sums(
+        self,
+        row_RD: torch.Tensor,
+        column_CD: torch.Tensor,
+        scale: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> RowSums:
         zero_R = row_RD.new_zeros(len(row_RD))
         lowest_R = torch.full_like(zero_R, -torch.inf)
         start_R = lowest_R if self.softmax else zero_R
@@ -168,7 +183,14 @@ class _Tiles:
         return sums
 
     def gradients(
-        self, row_RD, column_CD, scale, bias, total_R, by_reduced_R, by_sum_R
+        self,
+        row_RD: torch.Tensor,
+        column_CD: torch.Tensor,
+        scale: torch.Tensor,
+        bias: torch.Tensor | None,
+        total_R: torch.Tensor,
+        by_reduced_R: torch.Tensor,
+        by_sum_R: torch.Tensor,
     ) -> tuple[torch.Tensor | None, ...]:
         """By rows, columns, scale and bias, from the sums and the gradients by them."""
         row_gradient = torch.zeros_like(row_RD)
@@ -213,7 +235,13 @@ class _Tiles:
             riding[1:] = rotate(riding[1:])
 
     def _logits(
-        self, number: int, row_RD, block_CD, guide_CG, scale, bias
+        self,
+        number: int,
+        row_RD: torch.Tensor,
+        block_CD: torch.Tensor,
+        guide_CG: torch.Tensor | None,
+        scale: torch.Tensor,
+        bias: torch.Tensor | None,
     ) -> Iterator[tuple[slice, slice, torch.Tensor]]:
         """Yield each tile of a block: its rows, its columns, its logits (-inf where no negative).
 
@@ -236,7 +264,14 @@ class _Tiles:
                 yield rows, columns, logits
 
     def _masks(
-        self, number, rows, columns, logits, factor, bias, guide_CG
+        self,
+        number: int,
+        rows: slice,
+        columns: slice,
+        logits: torch.Tensor,
+        factor: torch.Tensor,
+        bias: torch.Tensor | None,
+        guide_CG: torch.Tensor | None,
     ) -> Iterator[torch.Tensor]:
         """Yield masks of what is no negative; the first looks at ``logits``."""
         mine, theirs = self.rows, self.columns

@@ -57,6 +57,7 @@ lint: install
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/lint-imports
+	@$(BIN)/mypy --no-error-summary
 
 audit: install
 	@$(BIN)/pip-audit --version >/dev/null 2>&1 || { echo "make: pip-audit is not installed in $(VENV)" >&2; exit 1; }

@@ -6,6 +6,7 @@ of srun and mpirun too.
 """
 
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -185,6 +186,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run() -> NoReturn:
     """Entry point of the console script and of `python -m pixelrag`: `main`, then exit."""
     code = main()
+    for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
+        # All is done: a request to stop that comes in the interpreter's exit changes nothing.
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
     if os.environ.get("WORLD_SIZE", "1") != "1" or code == 130:
         # gloo's threads can abort a rank in the interpreter's exit although all went well, and
         # the launcher would call the whole job failed. Threads of what was interrupted can, too.

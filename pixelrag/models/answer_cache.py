@@ -4,9 +4,12 @@ An answer is kept for each document and found by the document's own tokens, so n
 the order, split or number of samples matters, and a wrong answer cannot be found by mistake.
 
 manifest.json           what the answers are of: teacher, vocabulary, data, lengths, temperature
-index.safetensors       documents: key, shard, first row, rows
+index.safetensors       documents: key, shard, first row, rows, digest of the answer
 head.safetensors        the head, for hidden states
 part-*.safetensors      the answers, row after row; mapped, read where they are used
+
+Each answer is compared with its digest where it is read: caches are too large to be hashed at every
+start, and a flipped bit or two files exchanged would teach something else without a word.
 
 The ceiling of top-k: of Qwen's 151,669 tokens, 8 are 0.0053 %. What the others are worth together
 is known (1 minus the k probabilities) and costs as one further outcome; how it is spread among
@@ -35,7 +38,7 @@ from pixelrag.models.teacher import TeacherRequest
 MANIFEST = "manifest.json"
 INDEX = "index.safetensors"
 HEAD = "head.safetensors"
-FORMAT = 1
+FORMAT = 2
 
 Kind = Literal["hidden_states", "top_k"]
 
@@ -59,6 +62,7 @@ class Manifest:
         temperature: of the kept log-probabilities; 0 for hidden states.
         logit_scale, soft_cap: of the head.
         parts: names of the files that hold the answers.
+        head: SHA-256 of the head's file; "" for top-k.
     """
 
     kind: Kind
@@ -77,10 +81,12 @@ class Manifest:
     logit_scale: float = 1.0
     soft_cap: float | None = None
     parts: tuple[str, ...] = ()
+    head: str = ""
 
     def to_json(self) -> str:
         """As the file has it."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
+        content = {"format": FORMAT, **asdict(self)}
+        return json.dumps({**content, "digest": _digest_of(content)}, indent=1) + "\n"
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -92,8 +98,12 @@ class Manifest:
         path = folder / MANIFEST
         try:
             content = read_json(path)
-            if content.pop("format") != FORMAT:
+            digest = content.pop("digest", None)
+            if content["format"] != FORMAT:
                 raise ValueError(f"expected format {FORMAT}")
+            if digest != _digest_of(content):
+                raise ValueError("it is altered")
+            del content["format"]
             lists = {name: tuple(content[name]) for name in ("data", "parts")}
             if any(Path(name).name != name for name in lists["parts"]):
                 raise ValueError(f"parts are files beside it, got {lists['parts']}")
@@ -150,6 +160,7 @@ class CachedTeacher:
         try:
             index = load_file(folder / INDEX)
             keys, self._places = index["keys"].numpy(), index["places"].tolist()
+            self._digests = index["digests"].numpy()
             self._rows = {key.tobytes(): row for row, key in enumerate(keys)}
             self._parts = [
                 safe_open(folder / name, framework="pt").__enter__() for name in self.manifest.parts
@@ -167,6 +178,8 @@ class CachedTeacher:
             )
 
     def _read_head(self) -> Head:
+        if file_digest(self._folder / HEAD) != self.manifest.head:
+            raise ProvenanceError(f"{self._folder / HEAD} is altered; write the cache anew")
         tensors = {n: t.to(self._device) for n, t in load_file(self._folder / HEAD).items()}
         return Head(
             tensors["weight"],
@@ -204,7 +217,13 @@ class CachedTeacher:
             )
         part, start, count = self._places[row]
         file = self._parts[part]
-        return {name: file.get_slice(name)[start : start + count] for name in self._names}
+        found = {name: file.get_slice(name)[start : start + count] for name in self._names}
+        if answer_digest(found) != self._digests[row].tobytes():
+            raise ProvenanceError(
+                f"{self._folder / self.manifest.parts[part]}: rows {start} to {start + count} are "
+                "not what the teacher said: the file is altered, or another's; write the cache anew"
+            )
+        return found
 
     def close(self) -> None:
         """Unmap the files."""
@@ -233,6 +252,25 @@ def document_keys(request: TeacherRequest) -> Iterator[tuple[bytes, torch.Tensor
         digest.update(b"|")
         digest.update((positions - start).to(torch.int32).numpy().tobytes())
         yield digest.digest(), tokens
+
+
+def answer_digest(answer: Mapping[str, torch.Tensor]) -> bytes:
+    """Eight bytes that tell a document's answer from any other."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name in sorted(answer):
+        digest.update(name.encode())
+        digest.update(answer[name].contiguous().view(torch.uint8).numpy().data)
+    return digest.digest()
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest_of(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _short(value: Any) -> str:

@@ -12,7 +12,15 @@ from safetensors.torch import load_file, save_file
 
 from pixelrag.errors import ProvenanceError
 from pixelrag.losses.kd import Projected
-from pixelrag.models.answer_cache import HEAD, INDEX, MANIFEST, Manifest, document_keys
+from pixelrag.models.answer_cache import (
+    HEAD,
+    INDEX,
+    MANIFEST,
+    Manifest,
+    answer_digest,
+    document_keys,
+    file_digest,
+)
 from pixelrag.models.causal import head_logits
 from pixelrag.models.state_codec import encode
 from pixelrag.models.teacher import LiveTeacher, TeacherRequest
@@ -40,6 +48,7 @@ class AnswerWriter:
         self._seen: set[bytes] = set()
         self._keys: list[bytes] = []
         self._places: list[tuple[int, int, int]] = []
+        self._digests: list[bytes] = []
         self._waiting: list[dict[str, torch.Tensor]] = []
         self._waiting_rows = self._waiting_bytes = 0
         self._num_parts = 0
@@ -68,6 +77,7 @@ class AnswerWriter:
         else:
             parts = encode(states_NH, manifest.codec)
         self._keys.append(key)
+        self._digests.append(answer_digest(parts))
         self._places.append((self._num_parts, self._waiting_rows, len(states_NH)))
         self._waiting.append(parts)
         self._waiting_rows += len(states_NH)
@@ -97,10 +107,10 @@ class AnswerWriter:
     def finish(self) -> None:
         """Write this rank's last file and its share of the index."""
         self._flush()
-        keys = np.frombuffer(b"".join(self._keys), np.uint8).reshape(-1, 16)
         save_file(
             {
-                "keys": torch.from_numpy(keys.copy()),
+                "keys": _bytes(self._keys, 16),
+                "digests": _bytes(self._digests, 8),
                 "places": torch.tensor(self._places, dtype=torch.int64).reshape(-1, 3),
             },
             self._folder / f"index-{self._rank}.safetensors",
@@ -116,7 +126,7 @@ class AnswerWriter:
 
 def join_ranks(folder: Path, manifest: Manifest, num_ranks: int) -> Manifest:
     """Make one index of the ranks' and write the manifest; on one rank, when all have finished."""
-    keys, places, parts = [], [], []
+    keys, places, digests, parts = [], [], [], []
     for rank in range(num_ranks):
         path = folder / f"index-{rank}.safetensors"
         index = load_file(path)
@@ -124,6 +134,7 @@ def join_ranks(folder: Path, manifest: Manifest, num_ranks: int) -> Manifest:
         mine[:, 0] += len(parts)
         keys.append(index["keys"].clone())
         places.append(mine)
+        digests.append(index["digests"].clone())
         count = int(index["places"][:, 0].max()) + 1 if len(mine) else 0
         parts += [_part_name(rank, number) for number in range(count)]
         path.unlink()
@@ -132,12 +143,14 @@ def join_ranks(folder: Path, manifest: Manifest, num_ranks: int) -> Manifest:
     first_of = {key.tobytes(): row for row, key in reversed(list(enumerate(all_keys.numpy())))}
     rows = torch.tensor(sorted(first_of.values()), dtype=torch.int64)
     all_keys, all_places = all_keys[rows], all_places[rows]
-    save_file({"keys": all_keys, "places": all_places}, folder / INDEX)
+    index = {"keys": all_keys, "places": all_places, "digests": torch.cat(digests)[rows]}
+    save_file(index, folder / INDEX)
     manifest = replace(
         manifest,
         num_documents=len(all_keys),
         num_tokens=int(all_places[:, 2].sum()),
         parts=tuple(parts),
+        head=file_digest(folder / HEAD) if manifest.kind == "hidden_states" else "",
     )
     # Written last: without it the folder is no cache.
     (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
@@ -148,6 +161,11 @@ def _counts(request: TeacherRequest) -> Iterable[int]:
     bounds = torch.tensor(request.rows.bounds)
     owners_N = torch.searchsorted(bounds, request.supervised_N, right=True) - 1
     return owners_N.unique_consecutive(return_counts=True)[1].tolist()
+
+
+def _bytes(values: list[bytes], size: int) -> torch.Tensor:
+    """[N, size] uint8."""
+    return torch.from_numpy(np.frombuffer(b"".join(values), np.uint8).reshape(-1, size).copy())
 
 
 def _part_name(rank: int, number: int) -> str:

@@ -120,6 +120,11 @@ class Switch:
         self._in_flight = step
         self.history.append(Event(step, "start"))
 
+    def take_back(self) -> None:
+        """Forget what `begin` noted, as if the snapshot had not been handed over."""
+        self._in_flight = None
+        self.history.pop()
+
     def at_step(self, step: int, *, start: bool = False) -> Decision:
         """Agree on what to do after ``step`` optimizer steps; a collective, once a step.
 

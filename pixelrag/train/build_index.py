@@ -17,6 +17,7 @@ from pixelrag.retrieval.ray_config import on_ray
 from pixelrag.retrieval.refresh import Refresher
 from pixelrag.retrieval.refresh_spec import WEIGHTS
 from pixelrag.train.job import show_log
+from pixelrag.train.owner import held
 from pixelrag.train.rag_data import load_document_encoder, read_passages
 from pixelrag.train.rag_recipe import recipe_for
 
@@ -49,14 +50,15 @@ def build(config: RagConfig, output: Path) -> Generation:
     Finished shards of an interrupted call are used again.
 
     Raises:
-        IndexError_: the generation cannot be made, or another process makes one there.
+        CheckpointError: another process that lives writes there.
+        IndexError_: the generation cannot be made.
     """
     on_ray(config)  # before anything is loaded
     passages = read_passages(config)
     encoder, documents = load_document_encoder(config)
     generations = Generations(output)
     refresh = config.refresh
-    with generations.owned():
+    with held(output, "--output"), generations.owned():
         refresher = Refresher(
             generations,
             recipe_for(config, passages, encoder, documents),

@@ -17,15 +17,16 @@ from pixelrag.distributed.collectives import from_main
 from pixelrag.distributed.env import World
 from pixelrag.distributed.together import together
 from pixelrag.errors import ConfigError, ProvenanceError
-from pixelrag.models.answer_cache import MANIFEST, Kind, Manifest
+from pixelrag.models.answer_cache import HEAD, MANIFEST, Kind, Manifest
 from pixelrag.models.answer_writer import AnswerWriter, join_ranks
 from pixelrag.models.causal_load import load_tokenizer, student_source
 from pixelrag.models.state_codec import CODECS
 from pixelrag.models.teacher import LiveTeacher
+from pixelrag.train import owner
 from pixelrag.train.distill_batch import Lesson
 from pixelrag.train.distill_data import open_data
 from pixelrag.train.distill_models import Contract, agree_on_models, open_teacher
-from pixelrag.train.job import world_of
+from pixelrag.train.job import sole_writer, world_of
 
 logger = logging.getLogger("pixelrag")
 
@@ -43,7 +44,7 @@ def main(config: DistillConfig, own: Mapping[str, str], kind: Kind) -> int:
         ProvenanceError: the folder is there already.
     """
     output, codec, k = _arguments(config, own, kind)
-    with world_of(config) as world:
+    with world_of(config) as world, sole_writer(output, world, "--output"):
         write(config, world, output, kind=kind, codec=codec, k=k)
     return 0
 
@@ -119,7 +120,7 @@ def _make_folder(output: Path) -> None:
     try:
         output.mkdir(parents=True, exist_ok=True)
         leftovers = [*output.glob("part-*.safetensors"), *output.glob("index*.safetensors")]
-        if set(output.iterdir()) - set(leftovers) - {output / "head.safetensors"}:
+        if set(output.iterdir()) - {*leftovers, output / HEAD, output / owner.FILE}:
             raise ProvenanceError(f"{output} holds other files; choose another folder")
         for path in leftovers:
             path.unlink()

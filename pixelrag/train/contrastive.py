@@ -181,6 +181,9 @@ class ContrastiveTask:
         self._keeper = Keeper(config.batch.replay, weighs=not chunking.is_settled)
         self._calibration = {"train/temperature": config.loss.initial_temperature}
 
+    def before_step(self) -> None:
+        """Nothing is due."""
+
     def next_batch(self) -> PairBatch:
         batch = next(self._batches)
         self._consumed += 1

@@ -179,6 +179,9 @@ class DistillTask:
         )
         self._started = time.perf_counter()
 
+    def before_step(self) -> None:
+        """Nothing is due."""
+
     def next_batch(self) -> PackedStep:
         self._started = time.perf_counter()
         step = next(self._steps)

@@ -22,6 +22,8 @@ from pixelrag.train.atomic import MANIFEST
 from pixelrag.train.averaging import averaging_of
 from pixelrag.train.checkpoint import resolve_resume, verify_dir
 from pixelrag.train.optimizer import PartOf, adamw
+from pixelrag.train.owner import held
+from pixelrag.train.text_file import require_writable
 
 logger = logging.getLogger("pixelrag")
 
@@ -65,6 +67,21 @@ def world_of(config: JobConfig) -> Iterator[World]:
     show_log(read_ranks()[0])
     with process_group(config.engine.device, config.engine.timeout_seconds) as world:
         yield world
+
+
+@contextlib.contextmanager
+def sole_writer(folder: Path, world: World, option: str = "output_dir") -> Iterator[None]:
+    """Let no other run write to the folder that ``option`` named; a collective to enter.
+
+    Raises:
+        CheckpointError: another run that lives does, or it cannot be written.
+    """
+    with contextlib.ExitStack() as kept:
+        with together():
+            require_writable(folder, option)
+            if world.is_main:
+                kept.enter_context(held(folder, option))
+        yield
 
 
 def checkpoint_of(config: JobConfig) -> Path | None:

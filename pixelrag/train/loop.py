@@ -94,7 +94,7 @@ class Loop:
             Interrupted: asked to stop before anything began.
         """
         stop_point()
-        started = time.time()
+        started = time.monotonic()
         first = self._resumed.step if self._resumed else 0
         with together():
             writer = self._writer()
@@ -159,6 +159,9 @@ class Loop:
         seed_step(self._config.seed, step, self._world.rank)
         count = self._task.batches_per_step
         move = self._world.position.move
+        move("between two steps", step)
+        with interruptible(self._stop.requested):
+            self._task.before_step()
         ids: list[str] = []
         reports: list[StepReport] = []
         for index in range(count):
@@ -310,7 +313,7 @@ class Loop:
             "engine": self._task.engine.name,
             "world_size": self._world.world_size,
             "hardware": {"device": str(self._world.device), "machine": platform.machine()},
-            "seconds": round(time.time() - started, 1),
+            "seconds": round(time.monotonic() - started, 1),
             **peak_memory(self._world.device),
             **self._throughput.rates(),
             "checkpoint/stall_seconds": self._saver.stall_seconds,

@@ -41,7 +41,7 @@ from pixelrag.retrieval.recipe import index_settings
 from pixelrag.retrieval.refresh_worker import save_vectors
 from pixelrag.train.contrastive import build_biencoder
 from pixelrag.train.inputs import open_dataset, require_text
-from pixelrag.train.job import engine_for, world_of
+from pixelrag.train.job import engine_for, sole_writer, world_of
 from pixelrag.train.mine_files import MinedFiles, writing
 from pixelrag.train.query_side import Towers, tower_of_model
 
@@ -57,8 +57,9 @@ def main(config: MineConfig, own: Mapping[str, str]) -> int:
     """
     if "output" not in own:
         raise ConfigError("--output: got nothing, expected the folder to write")
-    with world_of(config) as world:
-        mine(config, Path(own["output"]), world)
+    output = Path(own["output"])
+    with world_of(config) as world, sole_writer(output, world, "--output"):
+        mine(config, output, world)
     return 0
 
 

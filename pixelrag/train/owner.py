@@ -36,8 +36,12 @@ def sign(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def held(folder: Path, *, beat_seconds: float = _BEAT_SECONDS) -> Iterator[None]:
+def held(
+    folder: Path, option: str = "output_dir", *, beat_seconds: float = _BEAT_SECONDS
+) -> Iterator[None]:
     """Hold a run's folder for this process; no lock, for shared file systems often have none.
+
+    ``option`` named it.
 
     A killed run holds nothing: if it is out of sight, its signature is watched for three beats at
     most. The folder is made if need be, and goes again if nothing was put into it.
@@ -50,7 +54,7 @@ def held(folder: Path, *, beat_seconds: float = _BEAT_SECONDS) -> Iterator[None]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         while not _create(file, mine):
-            _remove_dead(file, beat_seconds)
+            _remove_dead(file, option, beat_seconds)
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be written ({error.strerror or error})") from error
     over = threading.Event()
@@ -83,7 +87,7 @@ def _create(file: Path, text: str) -> bool:
     return True
 
 
-def _remove_dead(file: Path, beat_seconds: float) -> None:
+def _remove_dead(file: Path, option: str, beat_seconds: float) -> None:
     with contextlib.suppress(FileNotFoundError):  # it has just gone
         if not file.stat().st_size:
             time.sleep(_MOMENT_SECONDS)  # it is being written, or a torn one
@@ -92,7 +96,7 @@ def _remove_dead(file: Path, beat_seconds: float) -> None:
             who = f"process {record['pid']} of {record['host']}" if record else "another process"
             raise CheckpointError(
                 f"{file.parent}: {who} writes there and lives; two runs cannot share a folder. "
-                "Give each its own output_dir, or end that one"
+                f"Give each its own {option}, or end that one"
             )
         aside = file.with_name(f"{FILE}.{os.getpid()}")
         os.rename(file, aside)  # of several that find it dead, one gets it

@@ -15,6 +15,7 @@ from pixelrag.data.questions import Question, with_answer
 from pixelrag.data.sampler import GlobalBatchSampler
 from pixelrag.distributed.collectives import from_main
 from pixelrag.distributed.env import World
+from pixelrag.distributed.interrupt import Interrupted
 from pixelrag.distributed.together import together
 from pixelrag.errors import CheckpointError
 from pixelrag.export.rag import export_rag
@@ -79,7 +80,10 @@ def train(config: RagConfig, world: World, stop: StopRequest | None = None) -> d
     try:
         summary = Loop(task, config, world, total_steps, state, stop).run()
         if "preempted" not in summary:
-            task.finish()
+            try:
+                task.finish()
+            except Interrupted as asked:  # all is written; the index alone is not the newest
+                logger.info("the last refresh is not waited for: %s", asked)
         return summary
     finally:
         task.close()
@@ -189,6 +193,9 @@ class RagTask:
             self._knowledge.close()  # nobody else will: there is no task yet
             raise
 
+    def before_step(self) -> None:
+        self._looked = self._knowledge.at_step(self._step)
+
     def next_batch(self) -> QuestionBatch:
         rows = self._sampler.global_batch(self._consumed).tolist()
         share, extra = divmod(len(rows), self.engine.world_size)
@@ -205,8 +212,6 @@ class RagTask:
         return [question.sample_id for question in batch.questions[batch.own]]
 
     def accumulate(self, batch: QuestionBatch, *, weight: float, last: bool) -> StepReport:
-        if (self._consumed - 1) % self.batches_per_step == 0:
-            self._looked = self._knowledge.at_step(self._step)
         found = self._retriever(
             self.engine,
             self._knowledge.generation,

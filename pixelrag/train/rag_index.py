@@ -17,6 +17,7 @@ from pixelrag.data.passages import PassageStore
 from pixelrag.distributed.collectives import from_main
 from pixelrag.distributed.env import World
 from pixelrag.distributed.hosts import gather_on_host
+from pixelrag.distributed.interrupt import Interrupted
 from pixelrag.distributed.together import together
 from pixelrag.engine.base import Engine
 from pixelrag.errors import IndexError_
@@ -163,7 +164,11 @@ class KnowledgeBase:
         self.switch.load_state_dict(state)
 
     def at_step(self, step: int) -> dict[str, float]:
-        """Between two steps: switch or start a refresh where that is due; figures of the look."""
+        """Between two steps: switch or start a refresh where that is due; figures of the look.
+
+        Raises:
+            Interrupted: asked to stop while it waits for a generation; all is as before the step.
+        """
         figures: dict[str, float] = {}
         start = False
         if self._trigger.looks(step):
@@ -174,9 +179,13 @@ class KnowledgeBase:
             start = self._trigger.starts(step, moved)
         decision = self.switch.at_step(step, start=start)
         if decision.start:
-            self._hand_over(step)
-            if self._config.refresh.deterministic_lag == 0:
-                self.switch.settle(step)
+            try:
+                self._hand_over(step)
+                if self._config.refresh.deterministic_lag == 0:
+                    self.switch.settle(step)
+            except Interrupted:  # the resumed run takes this snapshot anew
+                self.switch.take_back()
+                raise
         return figures
 
     def drift(self) -> dict[str, float]:

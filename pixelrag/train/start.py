@@ -15,13 +15,11 @@ from pixelrag.distributed.interrupt import Interrupted, interruptible, stop_poin
 from pixelrag.distributed.together import together
 from pixelrag.errors import CheckpointError
 from pixelrag.train.checkpoint import list_checkpoints
-from pixelrag.train.job import world_of
+from pixelrag.train.job import sole_writer, world_of
 from pixelrag.train.loop import is_finished
-from pixelrag.train.owner import held
 from pixelrag.train.run_state import RunState, read_state
 from pixelrag.train.signals import StopRequest
 from pixelrag.train.sinks import check_sinks
-from pixelrag.train.text_file import require_writable
 
 logger = logging.getLogger("pixelrag")
 
@@ -41,18 +39,17 @@ def run_job(config: Config, train: Callable[[Config, World, StopRequest], dict[s
     """
     check_sinks([n for n in ("tensorboard", "wandb", "trackio") if getattr(config.logging, n)])
     output = Path(config.output_dir)
-    with world_of(config) as world, StopRequest(output) as stop, contextlib.ExitStack() as kept:
-        with together():
-            require_writable(output)
-            if world.is_main:
-                kept.enter_context(held(output))
-        try:
-            with interruptible(stop.requested):
-                summary = train(config, world, stop)
-        except Interrupted as asked:
-            reason = str(asked)
-            summary = {"preempted": reason}
-            from_main(lambda: _stopped_early(output, reason, stop))
+    # A signal is noted from the moment the ranks have met until they have parted.
+    with contextlib.ExitStack() as signals, world_of(config) as world:
+        stop = signals.enter_context(StopRequest(output))
+        with sole_writer(output, world):
+            try:
+                with interruptible(stop.requested):
+                    summary = train(config, world, stop)
+            except Interrupted as asked:
+                reason = str(asked)
+                summary = {"preempted": reason}
+                from_main(lambda: _stopped_early(output, reason, stop))
     return config.checkpoint.preempted_exit_code if "preempted" in summary else 0
 
 

@@ -34,6 +34,9 @@ class Task(Protocol):
     engine: Engine
     batches_per_step: int
 
+    def before_step(self) -> None:
+        """What is due between two steps; a collective, and may end at a `stop_point`."""
+
     def next_batch(self) -> Any:
         """Fetch this rank's part of the next global batch."""
 

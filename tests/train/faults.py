@@ -9,6 +9,7 @@ import importlib
 import itertools
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from pixelrag.errors import CheckpointError
 from pixelrag.models.preprocess import Preprocessor
 from pixelrag.train import contrastive, loop, saver
 from pixelrag.train.metrics_writer import MetricsWriter
+from pixelrag.train.signals import STOP_SIGNALS
 
 Task = contrastive.ContrastiveTask
 
@@ -102,6 +104,43 @@ def signal_self(payload: dict[str, Any]) -> None:
     """SIGTERM to this process, on rank `rank` alone, in the middle of batch `batch`."""
     if _rank() == payload["rank"]:
         _at_batch(payload["batch"], lambda task: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def signal_when_all_is_written(payload: dict[str, Any]) -> None:
+    """SIGTERM to this process while the ranks part."""
+    part = torch.distributed.destroy_process_group
+
+    def asked(*args: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        part(*args)
+
+    torch.distributed.destroy_process_group = asked
+
+
+def signal_while_it_waits(payload: dict[str, Any]) -> None:
+    """SIGTERM to rank `rank` when step `step`, steps done, waits for its index."""
+    from pixelrag.retrieval import switch
+
+    def ask(self: Any, step: int) -> None:
+        if step == payload["step"]:
+            if _rank() == payload["rank"]:
+                os.kill(os.getpid(), signal.SIGTERM)
+            switch.stop_point()  # as where the generation is not ready yet
+
+    _before(switch.Switch, "settle", ask)
+
+
+def storm(payload: dict[str, Any]) -> None:
+    """From the middle of batch `batch` on all signals to stop rain down for a second."""
+
+    def rain() -> None:
+        end = time.monotonic() + 1
+        while time.monotonic() < end:
+            for signum in STOP_SIGNALS:
+                os.kill(os.getpid(), signum)
+            time.sleep(0.005)
+
+    _at_batch(payload["batch"], lambda task: threading.Thread(target=rain, daemon=True).start())
 
 
 def touch(payload: dict[str, Any]) -> None:

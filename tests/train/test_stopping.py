@@ -103,3 +103,48 @@ def test_a_rag_run_stops_while_it_indexes_and_while_it_answers(tmp_path):
     assert "stopped at step 1 of 1: SIGTERM" in ended.text
     assert len(lines_of(run)) == 1
     assert json.loads((run / "checkpoint-1" / "state.json").read_text())["evaluation_due"]
+
+
+def test_a_signal_when_all_is_written_changes_nothing(start, tmp_path):
+    ended = start("run", setup="tests.train.faults:signal_when_all_is_written").wait().check()
+    assert "done: the model is in" in ended.text
+    assert not (tmp_path / "run" / "PREEMPTED").exists()
+
+
+def test_a_storm_of_signals_is_one(start, tmp_path):
+    """All three kinds, hundreds of them, to both ranks: as from one."""
+    storm = {"setup": "tests.train.faults:storm", "payload": {"batch": 5}}
+    start("straight", nproc=2).wait().check()
+    ended = start("stopped", nproc=2, **storm).wait().check()
+    assert "stopped at step 3 of 6: SIG" in ended.outputs[0]
+    assert ended.outputs[1] == ""
+    start("stopped", nproc=2).wait().check()
+    assert_equal_runs(tmp_path / "stopped", tmp_path / "straight")
+
+
+@pytest.mark.parametrize(("lag", "step"), [(0, 2), (1, 3)])
+def test_a_rag_step_that_waits_for_its_index_stops(tmp_path, lag, step):
+    """Behind a snapshot that it has just handed over, and a step later; resumed as if it had not."""
+    make_material(tmp_path)
+    fault = {"setup": "tests.train.faults:signal_while_it_waits"}
+    for name in ("straight", "stopped"):
+        arguments = [
+            *("rag", *flags(tmp_path, tmp_path / name)),
+            *("--refresh.every_steps=2", f"--refresh.deterministic_lag={lag}"),
+            "--batch.per_device_batch_size=4",
+        ]
+        if name == "stopped":
+            payload = {"step": step, "rank": 1}
+            ended = nursery.run(arguments, nproc=2, **fault, payload=payload).check()
+            assert f"stopped at step {step} of 4: SIGTERM (rank 1)" in ended.outputs[0]
+        nursery.run(arguments, nproc=2).check()
+    figures = [lines_of(tmp_path / name) for name in ("stopped", "straight")]
+    for line in (line for lines in figures for line in lines):
+        line.pop("index/generation", None)  # counts attempts
+    assert figures[0] == figures[1]
+    states = [
+        json.loads((tmp_path / name / "checkpoint-4" / "state.json").read_text())
+        for name in ("stopped", "straight")
+    ]
+    events = [[(e["step"], e["kind"]) for e in s["position"]["index"]["history"]] for s in states]
+    assert events[0] == events[1]

@@ -184,3 +184,19 @@ def test_the_console_script_is_declared():
     project = tomllib.loads(Path(__file__).parents[2].joinpath("pyproject.toml").read_text())
     assert project["project"]["scripts"] == {"pixelrag": "pixelrag.cli:run"}
     assert project["project"]["name"] == "pixelrag-trainer"
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_signal_in_the_interpreters_exit_changes_nothing(ranks):
+    script = """
+import atexit, os, signal
+from pixelrag import cli
+def all_is_done():
+    atexit.register(os.kill, os.getpid(), signal.SIGTERM)
+    return 0
+cli.main = all_is_done
+cli.run()
+"""
+    environment = os.environ | {"WORLD_SIZE": ranks}
+    done = subprocess.run([sys.executable, "-c", script], timeout=60, env=environment)
+    assert done.returncode == 0

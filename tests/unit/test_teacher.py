@@ -16,7 +16,7 @@ from pixelrag.config.distill_parts import StudentConfig, TeacherConfig
 from pixelrag.distributed.env import World
 from pixelrag.errors import EngineError, ProvenanceError
 from pixelrag.losses.kd import Logits, Projected, TopK
-from pixelrag.models import handshake, teacher_memory, wire
+from pixelrag.models import answer_cache, handshake, teacher_memory, wire
 from pixelrag.models.answer_cache import MANIFEST, CachedTeacher, Manifest, document_keys
 from pixelrag.models.answer_writer import AnswerWriter, join_ranks
 from pixelrag.models.causal import head_logits
@@ -301,11 +301,15 @@ class TestCache:
         content = json.loads(path.read_text())
         assert Manifest.read(tmp_path / "c").num_documents == content["num_documents"]
         for broken, match in (
-            (content | {"format": 99}, "expected format 1"),
+            (content | {"format": 99}, "expected format 2"),
+            (content | {"temperature": 3.0}, "it is altered"),
             (content | {"num_documents": 99}, "expected 99"),
             (content | {"parts": ["part-9.safetensors"]}, "part-9"),
-            ({"format": 1}, "cannot be read"),
+            ({"format": 2}, "cannot be read"),
         ):
+            if match in ("expected 99", "part-9"):  # signed all the same
+                del broken["digest"]
+                broken["digest"] = answer_cache._digest_of(broken)
             path.write_text(json.dumps(broken))
             with pytest.raises(ProvenanceError, match=match):
                 CachedTeacher(tmp_path / "c", CPU)

@@ -1,0 +1,36 @@
+"""Commands that write a folder of their own refuse one that a live process writes."""
+
+from pathlib import Path
+
+import pytest
+
+from pixelrag import cli
+from pixelrag.train import owner
+from tests.faults.jobs import arguments, make_material
+
+
+@pytest.mark.parametrize(
+    ("command", "job"),
+    [
+        ("mine", "contrastive"),
+        ("cache-states", "distill"),
+        ("cache-logits", "distill"),
+        ("index", "rag"),
+    ],
+)
+def test_a_folder_that_is_being_written_is_refused(command, job, tmp_path: Path, capfd) -> None:
+    make_material(tmp_path / "material", job)
+    steps = "--optim.max_steps=1"
+    flags = arguments(tmp_path / "material", job, tmp_path / "unused", steps)[1:]
+    if command == "mine":
+        flags = [
+            f
+            for f in flags
+            if f.split(".")[0] in ("--model", "--engine", "--optim") or "train=" in f
+        ]
+    output = tmp_path / "out"
+    with owner.held(output):
+        assert cli.main([command, *flags, f"--output={output}"]) == 5
+        told = capfd.readouterr().err
+        assert "lives; two runs cannot share a folder. Give each its own --output" in told
+        assert [path.name for path in output.iterdir()] == [owner.FILE]

@@ -270,7 +270,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="pixelrag-soak-") as folder:
         figures = Soak(options.job, Path(folder), options).run()
-    print(json.dumps(figures))
+    print(json.dumps(figures), flush=True)
     whole = figures["weights equal in every bit"] and not figures["hidden names left"]
     raise SystemExit(0 if whole and not figures["left over"] else 1)
 

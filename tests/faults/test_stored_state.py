@@ -1,4 +1,4 @@
-"""Files that were truncated, altered or exchanged after they were written: named, never believed."""
+"""What was truncated, altered or exchanged after it was written is named, never believed."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def test_a_whole_cache_answers(cache: Path) -> None:
 @pytest.mark.parametrize("file", ["part-001-00000.safetensors", "index.safetensors"])
 def test_a_flipped_bit_in_a_cache_is_found_where_it_is_read(cache: Path, file: str) -> None:
     flip(cache / file)
-    with pytest.raises(ProvenanceError, match="altered, or another's|no answer for a document"):
+    with pytest.raises(ProvenanceError, match=r"altered, or another's|no answer for a document"):
         _answers(cache)
 
 
@@ -103,7 +103,7 @@ def test_exchanged_files_of_two_generations_are_found(generations, file: str) ->
     flip(other.path / "vectors.npy", 0.99)  # else both hold the same vectors
     flip(other.path / "index.faiss", 0.99)
     exchange(one.path / file, other.path / file)
-    with pytest.raises(IndexError_, match="damaged|generation"):
+    with pytest.raises(IndexError_, match=r"damaged|generation"):
         generations.open(1).verify()
 
 

@@ -124,7 +124,7 @@ def test_a_storm_of_signals_is_one(start, tmp_path):
 
 @pytest.mark.parametrize(("lag", "step"), [(0, 2), (1, 3)])
 def test_a_rag_step_that_waits_for_its_index_stops(tmp_path, lag, step):
-    """Behind a snapshot that it has just handed over, and a step later; resumed as if it had not."""
+    """Behind the snapshot that it has just handed over, and a step later; resumed alike."""
     make_material(tmp_path)
     fault = {"setup": "tests.train.faults:signal_while_it_waits"}
     for name in ("straight", "stopped"):

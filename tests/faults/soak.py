@@ -33,6 +33,7 @@ from tests.train import nursery
 ENGINES = {"contrastive": "fsdp2", "distill": "zero2", "rag": "ddp"}
 _GRACE_SECONDS = 120.0
 _SAMPLE_SECONDS = 2.0
+_SHARED = Path("/dev") / "shm"
 _SET_CHILD_SUBREAPER = 36
 _WAYS = ("SIGTERM", "SIGTERM to one rank", "SIGKILL", "SIGKILL to one rank")
 
@@ -232,10 +233,12 @@ def _shared_memory() -> Iterator[str]:
     mapped = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
-            mapped |= {w for line in maps.open() for w in line.split() if w.startswith("/dev/shm")}
+            mapped |= {
+                w for line in maps.open() for w in line.split() if w.startswith(f"{_SHARED}/")
+            }
         except OSError:
             continue
-    return (str(path) for path in Path("/dev/shm").iterdir() if str(path) not in mapped)
+    return (str(path) for path in _SHARED.iterdir() if str(path) not in mapped)
 
 
 def _hidden(run: Path) -> list[str]:

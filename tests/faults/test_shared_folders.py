@@ -1,5 +1,6 @@
 """Commands that write a folder of their own refuse one that a live process writes."""
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,10 @@ from tests.faults.jobs import arguments, make_material
         ("index", "rag"),
     ],
 )
-def test_a_folder_that_is_being_written_is_refused(command, job, tmp_path: Path, capfd) -> None:
+def test_a_folder_that_is_being_written_is_refused(
+    command, job, tmp_path: Path, capfd, monkeypatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("pixelrag"), "handlers", [])  # theirs go with the test
     make_material(tmp_path / "material", job)
     steps = "--optim.max_steps=1"
     flags = arguments(tmp_path / "material", job, tmp_path / "unused", steps)[1:]

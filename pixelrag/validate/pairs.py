@@ -34,14 +34,16 @@ def check(config: ContrastiveConfig) -> int:
             failed = True
             say(str(error))
     corpus, miniv8 = config.eval.corpus, config.eval.miniv8
+    roots = config.data.image_roots
     try:
         if corpus is not None:
             with image_progress_bar(f"Opening images of {corpus}") as progress:
-                documents = load_corpus(corpus, progress)
+                documents = load_corpus(corpus, progress, image_roots=roots)
             say(f"{corpus}: {len(documents)} distinct documents to search")
         if miniv8 is not None:
             with image_progress_bar(f"Opening tiles of {miniv8}") as progress:
-                tiles = load_tile_set(miniv8, config.eval.max_questions, progress)
+                most = config.eval.max_questions
+                tiles = load_tile_set(miniv8, most, progress, image_roots=roots)
             say(f"{miniv8}: {len(tiles.questions)} questions about {len(tiles.tiles)} tiles")
     except DataError as error:
         failed = True
@@ -60,6 +62,7 @@ def _is_bad(config: ContrastiveConfig, path: str, files: list[Path], *, of_text:
     options = {
         "num_hard_negatives": config.data.num_hard_negatives,
         "retrieved_negatives": config.data.retrieved_negatives,
+        "image_roots": config.data.image_roots,
     }
     with image_progress_bar(f"Opening images of {path}") as progress:
         report = check_files(files, progress, **options)

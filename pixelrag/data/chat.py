@@ -12,18 +12,14 @@ A chat may bring `tools` (JSON schemas, as a list or as the JSON text of one) an
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pixelrag.data.schema import RowError
-from pixelrag.json_text import parse_json
+from pixelrag.data.schema import RowError, kind_of, usable_text
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-# JSON can spell characters that no tokenizer or UTF-8 encoder takes.
-_UNUSABLE = re.compile("[\x00\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,26 +78,26 @@ def parse_text_row(obj: object, where: str) -> TextRow:
         RowError: listing everything that is wrong with the row.
     """
     if not isinstance(obj, Mapping):
-        raise RowError(where, [f"a row is a JSON object, got {_kind(obj)}"])
+        raise RowError(where, [f"a row is a JSON object, got {kind_of(obj)}"])
     reasons: list[str] = []
     given = {key for key in ("messages", "prompt", "completion", "text") if _has(obj, key)}
     row: TextRow | None = None
     if given == {"messages"}:
         row = _chat(obj, obj["messages"], [], "messages", reasons)
     elif given == {"text"}:
-        text = _text(obj["text"], "text", reasons)
+        text = usable_text(obj["text"], "text", reasons)
         row = PlainText(text) if text is not None else None
     elif given == {"prompt", "completion"}:
         prompt, completion = obj["prompt"], obj["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
             # A prompt may be empty: then everything is completion.
-            start = _text(prompt, "prompt", reasons) if prompt else ""
-            end = _text(completion, "completion", reasons)
+            start = usable_text(prompt, "prompt", reasons) if prompt else ""
+            end = usable_text(completion, "completion", reasons)
             row = Completion(start, end) if start is not None and end is not None else None
         elif isinstance(prompt, str) or isinstance(completion, str):
             reasons.append(
-                f"prompt is {_kind(prompt)} and completion is {_kind(completion)}; give both as "
-                "strings, or both as lists of messages"
+                f"prompt is {kind_of(prompt)} and completion is {kind_of(completion)}; give both "
+                "as strings, or both as lists of messages"
             )
         else:
             row = _chat(obj, completion, prompt, "completion", reasons)
@@ -138,7 +134,7 @@ def _chat(
     tools = _tools(obj.get("tools"), reasons)
     kwargs = obj.get("chat_template_kwargs")
     if kwargs is not None and not isinstance(kwargs, Mapping):
-        reasons.append(f"chat_template_kwargs is an object, got {_kind(kwargs)}")
+        reasons.append(f"chat_template_kwargs is an object, got {kind_of(kwargs)}")
         kwargs = None
     if not reasons and not any(message["role"] == "assistant" for message in after):
         reasons.append(f"{name} has no message of the assistant: nothing would be learnt from it")
@@ -149,7 +145,7 @@ def _chat(
 
 def _messages(value: object, name: str, reasons: list[str]) -> list[dict[str, Any]]:
     if not isinstance(value, Sequence) or isinstance(value, str):
-        reasons.append(f"{name} is a list of messages, got {_kind(value)}")
+        reasons.append(f"{name} is a list of messages, got {kind_of(value)}")
         return []
     return [
         message
@@ -160,18 +156,18 @@ def _messages(value: object, name: str, reasons: list[str]) -> list[dict[str, An
 
 def _message(value: object, name: str, reasons: list[str]) -> dict[str, Any] | None:
     if not isinstance(value, Mapping):
-        reasons.append(f"{name} is an object with role and content, got {_kind(value)}")
+        reasons.append(f"{name} is an object with role and content, got {kind_of(value)}")
         return None
     message = {str(key): item for key, item in value.items() if item is not None}
     role = message.get("role")
     if role not in ROLES:
-        reasons.append(f"{name}.role is one of {', '.join(ROLES)}, got {_kind(role)}")
+        reasons.append(f"{name}.role is one of {', '.join(ROLES)}, got {kind_of(role)}")
     before = len(reasons)
     content = _content(message.get("content", ""), f"{name}.content", reasons)
     calls = _tool_calls(message.pop("tool_calls", None), f"{name}.tool_calls", reasons)
     for key in _REASONING:
         if key in message:
-            _text(message[key], f"{name}.{key}", reasons, blank=True)
+            usable_text(message[key], f"{name}.{key}", reasons, blank=True)
     if len(reasons) > before or content is None:
         return None
     if role == "assistant" and not content.strip() and not calls and not reasoning_of(message):
@@ -190,12 +186,12 @@ def _content(value: object, name: str, reasons: list[str]) -> str | None:
             else:
                 kind = part.get("type") if isinstance(part, Mapping) else None
                 reasons.append(
-                    f"{name}[{index}] is a part of type text, got {_kind(kind or part)}; "
+                    f"{name}[{index}] is a part of type text, got {kind_of(kind or part)}; "
                     "images and other media cannot be distilled"
                 )
         value = "".join(texts)
     # A message to or from a tool may be empty; only what cannot be encoded is refused.
-    return _text(value, name, reasons, blank=True)
+    return usable_text(value, name, reasons, blank=True)
 
 
 def _tool_calls(value: object, name: str, reasons: list[str]) -> list[dict[str, Any]]:
@@ -203,25 +199,25 @@ def _tool_calls(value: object, name: str, reasons: list[str]) -> list[dict[str, 
     if value is None:
         return []
     if not isinstance(value, Sequence) or isinstance(value, str):
-        reasons.append(f"{name} is a list, got {_kind(value)}")
+        reasons.append(f"{name} is a list, got {kind_of(value)}")
         return []
     calls: list[dict[str, Any]] = []
     for index, item in enumerate(value):
         function = item.get("function", item) if isinstance(item, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            reasons.append(f"{name}[{index}] names no function, got {_kind(item)}")
+            reasons.append(f"{name}[{index}] names no function, got {kind_of(item)}")
             continue
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):
             try:
-                arguments = _parsed(arguments)
+                arguments = json.loads(arguments)
             except ValueError as error:
-                reasons.append(f"{name}[{index}].arguments: {error}")
+                reasons.append(f"{name}[{index}].arguments is not valid JSON: {error}")
                 continue
         if not isinstance(arguments, Mapping):
-            reasons.append(f"{name}[{index}].arguments is an object, got {_kind(arguments)}")
+            reasons.append(f"{name}[{index}].arguments is an object, got {kind_of(arguments)}")
             continue
-        _text(_json(arguments), f"{name}[{index}].arguments", reasons)
+        usable_text(_json(arguments), f"{name}[{index}].arguments", reasons)
         function = dict(function) | {"arguments": dict(arguments)}
         calls.append(dict(item) | {"function": function} if "function" in item else function)
     return calls
@@ -230,21 +226,17 @@ def _tool_calls(value: object, name: str, reasons: list[str]) -> list[dict[str, 
 def _tools(value: object, reasons: list[str]) -> list[dict[str, Any]]:
     if isinstance(value, str) and value:
         try:
-            value = _parsed(value)
+            value = json.loads(value)
         except ValueError as error:
-            reasons.append(f"tools: {error}")
+            reasons.append(f"tools is not valid JSON: {error}")
             return []
     if not value:
         return []
     if not isinstance(value, Sequence) or not all(isinstance(tool, Mapping) for tool in value):
-        reasons.append(f"tools is a list of JSON schemas, got {_kind(value)}")
+        reasons.append(f"tools is a list of JSON schemas, got {kind_of(value)}")
         return []
-    _text(_json(value), "tools", reasons)
+    usable_text(_json(value), "tools", reasons)
     return [dict(tool) for tool in value]
-
-
-def _parsed(text: str) -> Any:
-    return parse_json(text.encode("utf-8"), one_line="\n" not in text)
 
 
 def _json(value: object) -> str:
@@ -254,27 +246,3 @@ def _json(value: object) -> str:
 
 def _has(obj: Mapping[str, Any], key: str) -> bool:
     return obj.get(key) is not None
-
-
-def _text(value: object, name: str, reasons: list[str], blank: bool = False) -> str | None:
-    """The value when it is a usable string, else None and one more reason."""
-    if not isinstance(value, str):
-        reasons.append(f"{name} is a string, got {_kind(value)}")
-    elif not value.strip() and not blank:
-        reasons.append(f"{name} is empty")
-    elif bad := _UNUSABLE.search(value):
-        which = "a NUL" if bad.group() == "\x00" else f"half a surrogate pair {bad.group()!a}"
-        reasons.append(f"{name} contains {which} at character {bad.start() + 1}")
-    else:
-        return value
-    return None
-
-
-def _kind(value: object) -> str:
-    """A value's kind and its beginning, for messages."""
-    if value is None:
-        return "null"
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
-    shown = json.dumps(value, default=str)
-    shown = shown if len(shown) <= 40 else shown[:37] + "..."
-    return f"{names.get(type(value), 'a number')} ({shown})"

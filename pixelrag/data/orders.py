@@ -60,7 +60,19 @@ class _Kept:
         return self._last[part][1]
 
 
-class PooledOrder:
+class _Order:
+    """What the orders below have in common."""
+
+    _identity: dict[str, object]
+
+    def identity(self) -> dict[str, object]:
+        return self._identity
+
+    def place(self, position: int) -> dict[str, object]:
+        return {}
+
+
+class PooledOrder(_Order):
     """All rows in one permutation an epoch, cut into batches; the last one may be smaller.
 
     Args:
@@ -88,6 +100,7 @@ class PooledOrder:
         self._batch_size = batch_size
         self._entropy = seed, key
         self._rows = _Kept(order)
+        self._identity = {} if order == "shuffled" else {"order": order}
 
     def epoch_rows(self, epoch: int) -> NDArray[np.int64]:
         """All rows in the order of an epoch, [num_rows] int64."""
@@ -99,14 +112,8 @@ class PooledOrder:
         start = number * self._batch_size
         return self.epoch_rows(epoch)[start : start + self._batch_size]
 
-    def identity(self) -> dict[str, object]:
-        return {} if self._rows.order == "shuffled" else {"order": self._rows.order}
 
-    def place(self, position: int) -> dict[str, object]:
-        return {}
-
-
-class ProportionalOrder:
+class ProportionalOrder(_Order):
     """Every batch holds rows of all sets, in proportion to their weights.
 
     The counts of an epoch are whole numbers that add up to its rows (largest remainder), spread
@@ -175,14 +182,8 @@ class ProportionalOrder:
             offset += size
         return rows
 
-    def identity(self) -> dict[str, object]:
-        return self._identity
 
-    def place(self, position: int) -> dict[str, object]:
-        return {}
-
-
-class HomogeneousOrder:
+class HomogeneousOrder(_Order):
     """Every batch is of one set, so that all its negatives are of one kind.
 
     A set is served in passes, each a new permutation cut into batches of which the last may be
@@ -232,12 +233,6 @@ class HomogeneousOrder:
         earlier = int((self._pattern[:number] == part).sum())
         rows = self._sets[part].batch(epoch * self._counts[part] + earlier)
         return self._offsets[part] + rows
-
-    def identity(self) -> dict[str, object]:
-        return self._identity
-
-    def place(self, position: int) -> dict[str, object]:
-        return {}
 
 
 def apportion(total: int, weights: Sequence[float]) -> list[int]:

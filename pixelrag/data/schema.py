@@ -21,7 +21,6 @@ Nothing here opens an image: see `pixelrag.data.images`.
 """
 
 import difflib
-import itertools
 import json
 import os
 import re
@@ -37,8 +36,6 @@ from pixelrag.json_text import parse_json
 
 # JSON can spell characters that no tokenizer, file system or UTF-8 encoder takes.
 _UNUSABLE = re.compile("[\x00\ud800-\udfff]")
-# What is longer is no spelling mistake, and no path that a system would open.
-_MAX_KEYS, _LONGEST_KEY, _LONGEST_PATH = 64, 40, 4096
 _POSITIVES = ("pos_passages", "pos_chunk_paths")
 _NEGATIVES = (("neg_passages", "passage"), ("neg_chunk_paths", "chunk_path"))
 _KEYS = ("query", "passage", "chunk_path", "neg_passages", "neg_chunk_paths", *_POSITIVES)
@@ -171,8 +168,8 @@ def parse_row(
     else:
         positive = _document(chunk_path, "chunk_path", file, reasons)
 
-    for key in [key for key in itertools.islice(obj, _MAX_KEYS) if len(key) <= _LONGEST_KEY]:
-        meant = difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.85)
+    for key in obj:
+        meant = difflib.get_close_matches(str(key), _KEYS, n=1, cutoff=0.85)
         if key not in _KEYS and meant and meant[0] not in obj:
             reasons.append(f"has a key {_show(key)}; did you mean {meant[0]}?")
     positives = {} if positive is None else {positive.key: positive}
@@ -228,9 +225,6 @@ def _document(value: object, name: str, file: Path, reasons: list[str]) -> Docum
     if text is None:
         return None
     if "chunk_path" in name:
-        if len(text) > _LONGEST_PATH:
-            reasons.append(f"{name} has {len(text):,} characters, which is no path")
-            return None
         try:
             return Document.of_image(file.parent / text)
         except ValueError as error:
@@ -249,13 +243,14 @@ def _documents(value: object, name: str, file: Path, reasons: list[str]) -> list
     return [document for document in found if document is not None]
 
 
-def usable_text(value: object, name: str, reasons: list[str]) -> str | None:
-    """The value when it is a usable string, else None and one more reason."""
+def usable_text(value: object, name: str, reasons: list[str], *, blank: bool = False) -> str | None:
+    """The value when it is a usable string (`blank`: perhaps an empty one), else None and one
+    more reason."""
     if value is None:
         reasons.append(f"{name} is missing")
     elif not isinstance(value, str):
         reasons.append(f"{name} is a string, got {kind_of(value)}")
-    elif not value.strip():
+    elif not value.strip() and not blank:
         reasons.append(f"{name} is empty")
     elif bad := _UNUSABLE.search(value):
         which = "a NUL" if bad.group() == "\x00" else f"half a surrogate pair {bad.group()!a}"
@@ -273,5 +268,6 @@ def kind_of(value: object) -> str:
 
 
 def _show(value: object) -> str:
-    text = json.dumps(value)  # ASCII only, so that any terminal and log takes it
+    # A data set's rows may hold what JSON does not, such as days.
+    text = json.dumps(value, default=str)  # ASCII only, so that any terminal and log takes it
     return text if len(text) <= 40 else text[:37] + "..."

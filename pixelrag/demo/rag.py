@@ -20,6 +20,7 @@ from typing import Any
 from pixelrag.config.yaml_file import write_yaml
 from pixelrag.console import say
 from pixelrag.demo.commands import run_alone
+from pixelrag.demo.options import parsed, parser_of
 from pixelrag.demo.rag_pages import PageSet, functions_to_ask_for, write_pages, write_slips
 from pixelrag.demo.rag_report import Outcome, rag_table, read_measured, read_run
 
@@ -45,11 +46,6 @@ step is of no use here."""
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the demo's own options."""
-    parser = argparse.ArgumentParser(prog="pixelrag demo rag", description=__doc__)
-    parser.add_argument(
-        "--output", type=Path, default=Path("runs/demo-rag"),
-        help="folder for data, runs and results; emptied first (default runs/demo-rag)",
-    )  # fmt: skip
     numbers = {
         "seeds": (SEEDS, "collections, each with its three runs"),
         "steps": (STEPS, "steps of each run"),
@@ -57,16 +53,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "held-out": (HELD_OUT, "questions that are not trained on"),
         "reader-steps": (READER_STEPS, "steps of the generator on slips"),
     }
-    for name, (default, meaning) in numbers.items():
-        parser.add_argument(
-            f"--{name}", type=int, default=default, help=f"{meaning} (default {default})"
-        )
-    options = parser.parse_args(list(argv))
-    for name in numbers:
-        value = getattr(options, name.replace("-", "_"))
-        if value < 1:
-            parser.error(f"argument --{name}: got {value}, expected at least 1")
-    return options
+    return parsed(parser_of("rag", __doc__), numbers, argv)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -24,13 +24,14 @@ class Command:
     With `job` the arguments are options of that job and flags of the command's `own` (name ->
     meaning), and the handler gets the built configuration; with "any", of the job that they name
     (the first word, or else most of the configuration). Without, the handler gets the arguments as
-    they stand.
+    they stand. What `trains`, or tells of it, must be told for how long.
     """
 
     summary: str
     module: str
     job: str | None = None
     own: Mapping[str, str] = field(default_factory=dict)
+    trains: bool = False
 
 
 _FOLDER = "folder to write (required)"
@@ -42,20 +43,29 @@ COMMANDS = {
         "write a commented starter configuration for your own files", "pixelrag.init.command"
     ),
     "contrastive": Command(
-        "train a retriever on (query, document) rows", "pixelrag.train.contrastive", "contrastive"
+        "train a retriever on (query, document) rows",
+        "pixelrag.train.contrastive",
+        "contrastive",
+        trains=True,
     ),
     "distill": Command(
         "train a small language model on a larger one's distributions",
         "pixelrag.train.distill",
         "distill",
+        trains=True,
     ),
     "rag": Command(
         "train encoders and generator together on a knowledge base that renews itself",
         "pixelrag.train.rag",
         "rag",
+        trains=True,
     ),
     "validate": Command(
-        "check a configuration and every row of its data", "pixelrag.validate.command", "any"
+        "check a configuration and every row of its data",
+        "pixelrag.validate.command",
+        "any",
+        {"world_size": "processes that the run will have (default: the launcher's, else 1)"},
+        trains=True,
     ),
     "verify": Command(
         "prove on this machine that the gradients are those of the full batch",
@@ -158,11 +168,11 @@ def strip_launcher_flags(argv: Sequence[str]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return the exit code; errors of the user's are told in one message."""
+    launched.adopt(os.environ)
     words = strip_launcher_flags(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
     try:
-        launched.adopt(os.environ)
         code = _run(words)
         sys.stdout.flush()  # a reader that went away must be noticed here, not at exit
         return code
@@ -256,7 +266,9 @@ def _run_configured(name: str, command: Command, arguments: list[str]) -> int:
 
     try:
         job = jobs.job_of(arguments) if job == "any" else job
-        config, own = load(jobs.config_class(job), arguments, tuple(command.own))
+        config, own = load(
+            jobs.config_class(job), arguments, tuple(command.own), trains=command.trains
+        )
     except ConfigError as error:
         # Every rank of a host reads the same files; one of them tells what is wrong.
         error.told_by_main = os.environ.get("LOCAL_RANK", "0") != "0"

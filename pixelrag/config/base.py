@@ -93,7 +93,7 @@ class JobConfig(BaseSettings, Section):
 
     @model_validator(mode="after")
     def _no_conflicts(self) -> Self:
-        if found := [*_unfit(self.model_dump(mode="json")), *self.conflicts()]:
+        if found := [*_secrets(self.model_dump(mode="json")), *self.conflicts()]:
             text = "; ".join(str(conflict) for conflict in found)
             raise PydanticCustomError("conflicts", "{text}", {"text": text, "conflicts": found})
         return self
@@ -103,9 +103,15 @@ Config = TypeVar("Config", bound=JobConfig)
 
 
 def load(
-    config_class: type[Config], argv: Sequence[str], own: Sequence[str] = ()
+    config_class: type[Config],
+    argv: Sequence[str],
+    own: Sequence[str] = (),
+    *,
+    trains: bool = True,
 ) -> tuple[Config, dict[str, str]]:
     """Build `config_class` from `--config` files and flags; also the values of the flags in `own`.
+
+    What does not train (`trains` false) need not be told for how long.
 
     Raises `ConfigError` naming every mistake at once, each with its path, file and line or flag,
     what was got and expected, and the nearest valid name.
@@ -118,6 +124,8 @@ def load(
     sections = sections_of(config_class)
     written = [_without_empty(file.values, sections) for file in files]
     layers = [line.values, *reversed(written), defaults, _required_sections(config_class)]
+    if not trains and not any(_says_how_long(layer) for layer in layers):
+        layers.append({"optim": {"num_epochs": 1}})
     config, errors = _build(config_class, layers)
     found = list(problems_of(errors, config_class, places))
     if any(error["type"] != "conflicts" for error in errors):
@@ -167,6 +175,12 @@ def _without_empty(values: Mapping[str, Any], sections: Mapping[str, Any]) -> di
     return {k: v for k, v in values.items() if not (v is None and k in sections)}
 
 
+def _says_how_long(values: Mapping[str, Any]) -> bool:
+    optim = values.get("optim")
+    names = ("max_steps", "num_epochs")
+    return isinstance(optim, Mapping) and any(optim.get(name) is not None for name in names)
+
+
 def _required_sections(config_class: type[JobConfig]) -> dict[str, Any]:
     """Empty sections, so that what is missing is named by its own path."""
     fields = config_class.model_fields
@@ -194,12 +208,12 @@ def _without(values: Mapping[str, Any], bad: set[tuple[str, ...]]) -> dict[str, 
     return kept
 
 
-def _unfit(values: Any, path: tuple[str, ...] = ()) -> Iterator[Conflict]:
-    """Texts with a NUL, and URLs with a password, which config.yaml and model cards would show."""
+def _secrets(values: Any, path: tuple[str, ...] = ()) -> Iterator[Conflict]:
+    """URLs with a name or password: they would stand in config.yaml and in model cards."""
     if isinstance(values, Mapping | list):
         pairs = values.items() if isinstance(values, Mapping) else enumerate(values)
         for name, value in pairs:
-            yield from _unfit(value, path if isinstance(name, int) else (*path, name))
+            yield from _secrets(value, path if isinstance(name, int) else (*path, name))
     elif isinstance(values, str) and URL_USER.search(values):
         name = ".".join(path)
         yield Conflict(
@@ -207,9 +221,6 @@ def _unfit(values: Any, path: tuple[str, ...] = ()) -> Iterator[Conflict]:
             got=f"{name}: a URL with a name or password in it",
             remedy="take it out; credentials come from the environment or from ~/.netrc",
         )
-    elif isinstance(values, str) and "\0" in values:
-        name = ".".join(path)
-        yield Conflict((name,), got=f"{name}: a text with a NUL in it", remedy="take it out")
 
 
 def dump(config: JobConfig) -> str:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -98,6 +99,28 @@ def test_answers_are_only_of_rag(files, capsys):
     without = ["--eval.answers=false", "--checkpoint.best_metric=eval/recall@1"]
     assert cli.main(["eval", *rag, *flags, *without]) == 2
     assert "--answers with eval.answers false" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["eval", "mine", "index", "cache-states", "validate"])
+def test_only_training_must_be_told_for_how_long(files, capsys, command, monkeypatch):
+    """Nothing of it is needed elsewhere; what was given stays."""
+    called = []
+    module = SimpleNamespace(main=lambda config, *own: called.append(config))
+    monkeypatch.setattr(cli, "import_module", lambda name: module)
+    rag = ["--question_encoder.name_or_path=q", "--generator.name_or_path=g"]
+    rag += ["--knowledge_base.source=k", "--data.train=t"]
+    name = {"index": "rag", "cache-states": "distill"}.get(command)
+    flags = {"rag": rag, "distill": ["--student.name_or_path=s", "--data.train=t"]}.get(name)
+    flags = flags or ["--model.name_or_path=m", "--data.train=t"]
+    flags += ["--teacher.name_or_path=t"] if name == "distill" else []
+    code = cli.main([command, *flags, "--optim.warmup_steps=3"])
+    if command == "validate":
+        assert code == 2
+        assert "neither optim.max_steps nor optim.num_epochs" in capsys.readouterr().err
+        return
+    assert (code, called[-1].optim.num_epochs, called[-1].optim.max_steps) == (0, 1, None)
+    assert cli.main([command, *flags, "--optim.max_steps=7"]) == 0
+    assert (called[-1].optim.num_epochs, called[-1].optim.max_steps) == (None, 7)
 
 
 HELP = """

@@ -46,6 +46,7 @@ def load_embedder(
     half_precision: bool = False,
     seed: int = 0,
     as_saved: bool = False,
+    frozen: bool = False,
 ) -> tuple[Embedder, Preprocessor]:
     """Load what `model` and `lora` of a configuration describe, on the CPU, in training mode.
 
@@ -61,6 +62,7 @@ def load_embedder(
         half_precision: the engine will compute in bf16; lets flash_attention_2 be chosen.
         seed: for fresh weights (`random_init`, adapters); the global generators are left alone.
         as_saved: keep the adapter of a LoRA folder as it is, whatever ``lora_cfg`` says.
+        frozen: no parameter of it trains.
 
     Raises:
         ModelError: the model is not there, lacks weights, or does not fit what is asked of it.
@@ -107,6 +109,8 @@ def load_embedder(
         embedder.leave_padding_out(required=model_cfg.unpadded is True)
     if model_cfg.gradient_checkpointing:
         embedder.enable_gradient_checkpointing()
+    if frozen:
+        embedder.requires_grad_(False)
     _report(embedder, preprocessor, source)
     return embedder.train(), preprocessor
 
@@ -254,13 +258,11 @@ def _base_name(source: ModelSource, adapter: dict[str, Any]) -> str:
 def _report(embedder: Embedder, preprocessor: Preprocessor, source: ModelSource) -> None:
     total = sum(p.numel() for p in embedder.parameters())
     trained = sum(p.numel() for p in embedder.parameters() if p.requires_grad)
+    share = f"{trained:,} of {total:,} parameters train ({trained / total:.2%})"
     logger.info(
-        "model %s: %s of %s parameters train (%.2f %%), pooling %s, queries up to %d and "
-        "documents up to %d tokens",
+        "model %s: %s, pooling %s, queries up to %d and documents up to %d tokens",
         source.name,
-        f"{trained:,}",
-        f"{total:,}",
-        100 * trained / total,
+        share if trained else f"{total:,} parameters, frozen",
         embedder.pooling,
         preprocessor.query_max_length,
         preprocessor.document_max_length,

@@ -44,9 +44,9 @@ class FrozenEncoder:
         self.rank, self.world_size, self.device = world.rank, world.world_size, world.device
         dtype = torch.bfloat16 if half_precision else torch.float32
         embedder, self.preprocessor = load_embedder(
-            model, dtype=dtype, half_precision=half_precision
+            model, dtype=dtype, half_precision=half_precision, frozen=True
         )
-        self._embedder = embedder.to(world.device).eval().requires_grad_(False)
+        self._embedder = embedder.to(world.device).eval()
 
     def __call__(self, role: str, *, touch_vision: bool = False, **inputs: Any) -> tuple:
         """Embed one batch; the role has gone into the inputs already."""

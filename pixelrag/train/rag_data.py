@@ -81,8 +81,7 @@ def read_passages(config: RagConfig) -> PassageStore:
     name = options.pop("tokenizer", None)
     tokenizer = None if name is None else reopen.load_tokenizer(name)
     with image_progress_bar(f"Opening images of {config.knowledge_base.source}") as progress:
-        roots = config.knowledge_base.image_roots
-        return load_passages(**options, tokenizer=tokenizer, image_roots=roots, progress=progress)
+        return load_passages(**options, tokenizer=tokenizer, progress=progress)
 
 
 def open_data(config: RagConfig) -> RagData:
@@ -179,10 +178,24 @@ def check_rows(config: RagConfig, data: RagData, parts: RagParts) -> None:
         DataError: names the first row.
     """
     check_lengths(config, data, parts.generator)
-    if data.passages.has_images:
+    check_images(config, data.passages, parts.documents, parts.generator)
+
+
+def check_images(
+    config: RagConfig,
+    passages: PassageStore,
+    documents: Preprocessor,
+    prompts: GeneratorPreprocessor,
+) -> None:
+    """Refuse images where an encoder or the generator reads text only.
+
+    Raises:
+        DataError: names the model's section.
+    """
+    if passages.has_images:
         for section, reads in (
-            ("document_encoder", parts.documents.has_vision),
-            ("generator", parts.generator.has_vision),
+            ("document_encoder", documents.has_vision),
+            ("generator", prompts.has_vision),
         ):
             if not reads:
                 raise DataError(
@@ -217,6 +230,7 @@ def _load_encoder(config: RagConfig, encoder: EncoderConfig, part: str) -> tuple
         dtype=_dtype(bf16, lora.enabled or not trained),
         half_precision=bf16,
         seed=config.seed,
+        frozen=not trained,
     )
 
 

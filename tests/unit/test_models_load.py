@@ -280,3 +280,16 @@ def test_minilm_equals_sentence_transformers() -> None:
     assert embedder.pooling == "mean"
     assert (got - expected).norm() / expected.norm() < 1e-6
     assert preprocessor.query_max_length == 512
+
+
+def test_the_log_says_what_trains_and_what_is_frozen(tiny_models, caplog):
+    """A run with `train: [query]` loads the model twice, and one of them does not train."""
+    config = ModelConfig(name_or_path=str(tiny_models["bert"]))
+    with caplog.at_level("INFO", logger="pixelrag"):
+        trained, _ = load_embedder(config)
+        frozen, _ = load_embedder(config, frozen=True)
+    count = sum(p.numel() for p in trained.parameters())
+    first, second = (record.getMessage() for record in caplog.records)
+    assert f"{count:,} of {count:,} parameters train (100.00%), pooling mean" in first
+    assert f"{count:,} parameters, frozen, pooling mean" in second
+    assert not any(p.requires_grad for p in frozen.parameters())

@@ -8,11 +8,11 @@ from typing import Any
 
 from pixelrag.config.parts import ModelConfig
 from pixelrag.data.files import data_files
+from pixelrag.data.lengths import Lengths, Sample, quantile, token_lengths, visual_lengths
 from pixelrag.data.schema import PairRow, parse_row
 from pixelrag.errors import DataError, ModelError
 from pixelrag.init import shared
-from pixelrag.init.lengths import Lengths, token_lengths, visual_lengths
-from pixelrag.init.look import Sample, count, kind_of_file, power_of_two, quantile, rows_of
+from pixelrag.init.look import count, kind_of_file, power_of_two, rows_of
 from pixelrag.init.starter import Choice
 
 VISION_MODEL = "Qwen/Qwen3-VL-Embedding-2B"

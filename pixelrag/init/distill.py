@@ -9,12 +9,12 @@ from typing import Any
 
 from pixelrag.config.distill_parts import StudentConfig
 from pixelrag.data.chat import Chat, Completion, TextRow, parse_text_row
+from pixelrag.data.lengths import CHARACTERS_A_TOKEN, Lengths, Sample, quantile
 from pixelrag.data.schema import RowError
 from pixelrag.data.text_sources import parse_source, read_rows
 from pixelrag.errors import DataError, ModelError
 from pixelrag.init import shared
-from pixelrag.init.lengths import CHARACTERS_A_TOKEN, Lengths
-from pixelrag.init.look import Sample, count, kind_of_file, power_of_two, quantile, rows_of
+from pixelrag.init.look import count, kind_of_file, power_of_two, rows_of
 from pixelrag.init.starter import Choice
 
 _FORMS = {Chat: "chat", Completion: "prompt with completion", None: "plain text"}

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pixelrag.config.rag_models import GeneratorConfig
+from pixelrag.data.lengths import CHARACTERS_A_TOKEN, Lengths, round_up
 from pixelrag.data.passage_sources import Passage
 from pixelrag.data.questions import Question
 from pixelrag.errors import ModelError
 from pixelrag.init import shared
-from pixelrag.init.lengths import CHARACTERS_A_TOKEN, Lengths
-from pixelrag.init.look import round_up
 from pixelrag.init.starter import Choice
 
 _ENDLESS = 10**9

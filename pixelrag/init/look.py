@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
-
-import numpy as np
+from typing import Any, TypeVar
 
 from pixelrag.data.lines import NUM_LISTED, BadRow, listing, parsed_lines
 from pixelrag.data.schema import RowError, kind_of
 from pixelrag.errors import DataError
-
-SAMPLE = 2000
-"""Rows that are measured of a file with more."""
 
 KINDS = {
     "pair": "a query with its document (query, and passage or chunk_path)",
@@ -26,23 +20,6 @@ KINDS = {
 _JOBS = {"pair": "contrastive", "chat": "distill", "question": "rag", "passage": "rag"}
 _HELD_OUT = {"eval", "dev", "test", "val", "valid", "validation", "heldout"}
 _T = TypeVar("_T")
-
-
-class Sample(Generic[_T]):
-    """Up to `SAMPLE` of the items added, each as likely as any other; `seen` counts all."""
-
-    def __init__(self) -> None:
-        self.items: list[_T] = []
-        self.seen = 0
-        self._draw = random.Random(0)
-
-    def add(self, item: _T) -> None:
-        """Keep it, perhaps in the place of another (Vitter's algorithm R)."""
-        self.seen += 1
-        if len(self.items) < SAMPLE:
-            self.items.append(item)
-        elif (place := self._draw.randrange(self.seen)) < SAMPLE:
-            self.items[place] = item
 
 
 def is_held_out(path: str) -> bool:
@@ -108,16 +85,6 @@ def rows_of(path: str, kind: str, parse: Callable[[Any, Path, int], _T]) -> Iter
             f"{path}: rows cannot be used{listing(faults)}\nExpected {KINDS[kind]} on every line; "
             "`pixelrag validate` lists all that are wrong, data.bad_rows skip leaves them out"
         )
-
-
-def quantile(lengths: Iterable[int], share: float) -> int:
-    """The smallest of the lengths that `share` of them do not exceed."""
-    return int(np.quantile(np.fromiter(lengths, np.int64), share, method="inverted_cdf"))
-
-
-def round_up(number: int, step: int) -> int:
-    """To the next multiple of `step`."""
-    return -(-number // step) * step
 
 
 def power_of_two(number: float) -> int:

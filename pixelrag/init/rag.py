@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from pixelrag.config.parts import ModelConfig
+from pixelrag.data.lengths import SAMPLE, Sample, token_lengths, visual_lengths
 from pixelrag.data.passage_sources import Passage
 from pixelrag.data.passages import PassageStore, load_passages
 from pixelrag.data.questions import Question, QuestionDataset
 from pixelrag.errors import DataError, ModelError
 from pixelrag.init import generator, shared
-from pixelrag.init.lengths import token_lengths, visual_lengths
-from pixelrag.init.look import SAMPLE, Sample, count, kind_of_file, power_of_two
+from pixelrag.init.look import count, kind_of_file, power_of_two
 from pixelrag.init.starter import Choice
 
 _EXACT = 50_000

@@ -33,10 +33,14 @@ _FIELD = re.compile(r"\{(title|text)\}")
 class Passage(Protocol):
     """What is encoded; see `pixelrag.data.passages.Passage`."""
 
-    id: str
-    title: str
-    text: str | None
-    image: Path | None
+    @property
+    def id(self) -> str: ...
+    @property
+    def title(self) -> str: ...
+    @property
+    def text(self) -> str | None: ...
+    @property
+    def image(self) -> Path | None: ...
 
 
 EncodePassages = Callable[[Sequence[Passage]], np.ndarray]

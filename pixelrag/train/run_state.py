@@ -61,8 +61,6 @@ _ADAPTABLE = (
     "batch.global_batch_size",
     "data.num_workers",
     "data.prefetch_factor",
-    "data.image_roots",
-    "knowledge_base.image_roots",
     "data.eval",
 )
 # What loads or speaks differently, but computes the same.
@@ -72,8 +70,6 @@ _SILENT = (
     "batch.global_batch_size",
     "data.num_workers",
     "data.prefetch_factor",
-    "data.image_roots",
-    "knowledge_base.image_roots",
 )
 
 

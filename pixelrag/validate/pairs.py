@@ -1,68 +1,89 @@
-"""Every row of a contrastive job's data, images opened."""
+"""A contrastive job: every row of its data, images opened; the model's small files. No weights."""
 
+from __future__ import annotations
+
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pixelrag.config.contrastive import ContrastiveConfig
 from pixelrag.console import say
-from pixelrag.errors import DataError
+from pixelrag.data.files import Part, data_files
+from pixelrag.data.images import image_progress_bar
+from pixelrag.data.pairs import PairDataset, check_files, images_in_text, load_corpus
+from pixelrag.data.tile_questions import load_tile_set
+from pixelrag.errors import DataError, PixelragError
+from pixelrag.validate.pair_figures import figures, read_model
 
 
-def check(config: ContrastiveConfig) -> int:
-    """Print each bad row by file, line and reason; return 3 where there are any.
+@dataclass
+class _Found:
+    """What was seen so far: exit codes of faults, and the usable rows of each path, by its part."""
+
+    codes: list[int] = field(default_factory=list)
+    rows: dict[Part, list[PairDataset]] = field(default_factory=dict)
+    seen: list[tuple[bool, list[Path]]] = field(default_factory=list)
+
+    def fault(self, error: PixelragError) -> None:
+        """Tell it, and go on."""
+        say(str(error))
+        self.codes.append(error.exit_code)
+
+
+def check(config: ContrastiveConfig, world_size: int = 1) -> int:
+    """Print each bad row by file, line and reason, then what the run would be.
 
     A file that cannot be read at all is reported like a bad row, and the others are still checked.
     Negatives beyond `data.num_hard_negatives` are not opened, as training does not open them.
-    """
-    from pixelrag.data.files import data_files
-    from pixelrag.data.images import image_progress_bar
-    from pixelrag.data.pairs import load_corpus
-    from pixelrag.data.tile_questions import load_tile_set
 
-    failed = False
-    seen: list[tuple[bool, list[Path]]] = []
-    named = [("train", path) for path in config.data.train]
-    named += [("eval", path) for path in config.data.eval]
-    named += [("text", path) for path in config.data.text]
+    Returns:
+        0, or the exit code of the first fault.
+    """
+    found = _Found()
+    named: list[tuple[Part, str]] = [
+        *(("train", path) for path in config.data.train),
+        *(("eval", path) for path in config.data.eval),
+        *(("text", path) for path in config.data.text),
+    ]
     for part, path in named:
         try:
-            files = data_files(path, part)
-            of_text = part == "text"
-            if (of_text, files) not in seen:
-                failed |= _is_bad(config, path, files, of_text=of_text)
-                seen.append((of_text, files))
+            _check_rows(config, part, path, found)
         except DataError as error:
-            failed = True
-            say(str(error))
+            found.fault(error)
     corpus, miniv8 = config.eval.corpus, config.eval.miniv8
-    roots = config.data.image_roots
     try:
         if corpus is not None:
             with image_progress_bar(f"Opening images of {corpus}") as progress:
-                documents = load_corpus(corpus, progress, image_roots=roots)
+                documents = load_corpus(corpus, progress)
             say(f"{corpus}: {len(documents)} distinct documents to search")
         if miniv8 is not None:
             with image_progress_bar(f"Opening tiles of {miniv8}") as progress:
-                most = config.eval.max_questions
-                tiles = load_tile_set(miniv8, most, progress, image_roots=roots)
+                tiles = load_tile_set(miniv8, config.eval.max_questions, progress)
             say(f"{miniv8}: {len(tiles.questions)} questions about {len(tiles.tiles)} tiles")
     except DataError as error:
-        failed = True
-        say(str(error))
-    return DataError.exit_code if failed else 0
+        found.fault(error)
+    try:
+        read = [row for sets in found.rows.values() for rows in sets for row in rows]
+        embedder, preprocessor = read_model(config, read)
+        if not found.codes:
+            for line in figures(config, found.rows, embedder, preprocessor, world_size):
+                say(line)
+    except PixelragError as error:
+        found.fault(error)
+    return found.codes[0] if found.codes else 0
 
 
-def _is_bad(config: ContrastiveConfig, path: str, files: list[Path], *, of_text: bool) -> bool:
-    """Say what is wrong with the files of a path; whether training would refuse them.
+def _check_rows(config: ContrastiveConfig, part: Part, path: str, found: _Found) -> None:
+    """Say what is wrong with the files of a path, and keep their usable rows.
 
-    Rows ``of_text`` must not have an image, whatever `data.bad_rows` says.
+    Rows of text must not have an image, whatever `data.bad_rows` says.
     """
-    from pixelrag.data.images import image_progress_bar
-    from pixelrag.data.pairs import PairDataset, check_files, images_in_text
-
+    files, of_text = data_files(path, part), part == "text"
+    if (of_text, files) in found.seen:
+        return
+    found.seen.append((of_text, files))
     options = {
         "num_hard_negatives": config.data.num_hard_negatives,
         "retrieved_negatives": config.data.retrieved_negatives,
-        "image_roots": config.data.image_roots,
     }
     with image_progress_bar(f"Opening images of {path}") as progress:
         report = check_files(files, progress, **options)
@@ -70,8 +91,10 @@ def _is_bad(config: ContrastiveConfig, path: str, files: list[Path], *, of_text:
         say(f"{bad.file}:{bad.line}: {bad.reason}")
     usable = report.num_rows > report.num_bad_rows
     images: list[str] = []
-    if of_text and usable:
-        images = list(images_in_text(PairDataset(files, "skip", report=report, **options)))
+    if usable:
+        rows = PairDataset(files, "skip", report=report, **options)
+        images = list(images_in_text(rows)) if of_text else []
+        found.rows.setdefault(part, []).append(rows)
     for fault in images:
         say(fault)
     say(
@@ -79,4 +102,5 @@ def _is_bad(config: ContrastiveConfig, path: str, files: list[Path], *, of_text:
         f"{report.num_bad_rows} bad rows"
     )
     refused = bool(report.bad) and (config.data.bad_rows == "error" or not usable)
-    return refused or bool(images)
+    if refused or images:
+        found.codes.append(DataError.exit_code)

@@ -1,4 +1,4 @@
-"""A RAG job: every passage and question, the generator's small files, the cluster. No weights."""
+"""A RAG job: every passage and question, the models' small files, the cluster. No weights."""
 
 from pixelrag.config.rag import RagConfig
 from pixelrag.console import say
@@ -8,11 +8,18 @@ from pixelrag.errors import DataError, PixelragError
 from pixelrag.retrieval.refresh_spec import OnRay
 
 
-def check(config: RagConfig) -> int:
+def check(config: RagConfig, world_size: int = 1) -> int:
     """Print each fault and what the run would be; return 0, or the exit code of the first fault."""
-    from pixelrag.models.generator_load import read_prompts
+    from pixelrag.models.generator_load import outline_generator, read_prompts
     from pixelrag.retrieval.ray_config import on_ray
-    from pixelrag.train.rag_data import RagData, check_generator, check_lengths, read_passages
+    from pixelrag.train.rag_data import (
+        RagData,
+        check_generator,
+        check_images,
+        check_lengths,
+        read_passages,
+    )
+    from pixelrag.validate.rag_figures import figures, read_encoders
 
     codes: list[int] = []
     passages: PassageStore | None = None
@@ -42,12 +49,18 @@ def check(config: RagConfig) -> int:
             if sets[name].report.bad and config.data.bad_rows == "error":
                 codes.append(DataError.exit_code)
     try:
-        prompts = read_prompts(config.generator, observed=config.loss.retriever == "adist")
+        encoders = read_encoders(config)
+        observed = config.loss.retriever == "adist"
+        prompts = read_prompts(config.generator, observed=observed)
+        outline_generator(config.generator, config.generator_lora)
         check_generator(config, prompts)
         if passages is not None and "train" in sets:
             held_out = sets["eval"].rows if "eval" in sets else None
-            check_lengths(config, RagData(passages, sets["train"], held_out), prompts)
-            _say_length(config, len(sets["train"]))
+            data = RagData(passages, sets["train"], held_out)
+            check_images(config, passages, encoders[1][1], prompts)
+            check_lengths(config, data, prompts)
+            for line in figures(config, data, encoders, prompts, world_size):
+                say(line)
     except PixelragError as error:
         say(str(error))
         codes.append(error.exit_code)
@@ -71,13 +84,3 @@ def _questions(paths: list[str], passages: PassageStore | None) -> QuestionDatas
         f"passages named by them, {found.report.num_bad_rows} bad rows"
     )
     return found
-
-
-def _say_length(config: RagConfig, num_questions: int) -> None:
-    from pixelrag.distributed.env import read_ranks
-    from pixelrag.train.job import num_steps
-
-    batch, world_size = config.batch, read_ranks()[1]
-    questions = batch.rows(world_size) * batch.gradient_accumulation_steps
-    steps = num_steps(config, max(1.0, num_questions / questions))
-    say(f"{steps:,} steps of {questions} questions with {config.retrieval.k} passages each")

@@ -9,7 +9,6 @@ from pixelrag.console import say
 from pixelrag.data.text_data import read_texts
 from pixelrag.data.text_encoder import TextEncoder
 from pixelrag.data.token_store import TokenStore
-from pixelrag.distributed.env import read_ranks
 from pixelrag.errors import DataError, PixelragError
 from pixelrag.models.causal_load import load_tokenizer, student_source
 from pixelrag.train.distill_budget import Budget, budget_of
@@ -22,9 +21,11 @@ from pixelrag.train.distill_data import (
 )
 from pixelrag.train.distill_models import agree_on_models, check_cache
 from pixelrag.train.job import num_steps
+from pixelrag.validate.duration import duration
+from pixelrag.validate.histogram import histogram
 
 
-def check(config: DistillConfig) -> int:
+def check(config: DistillConfig, world_size: int = 1) -> int:
     """Print each fault and what the run would be; return 0, or the exit code of the first fault.
 
     Tokenizers and configurations of the models are read (from a hub, where they are named so), then
@@ -58,7 +59,7 @@ def check(config: DistillConfig) -> int:
     except PixelragError as error:
         say(str(error))
         return error.exit_code
-    for line in _run_in_figures(config, data, budget):
+    for line in _run_in_figures(config, data, budget, world_size):
         say(line)
     return 0
 
@@ -87,9 +88,10 @@ def _read(
     return store, DataError.exit_code if refused or not report.num_samples else 0
 
 
-def _run_in_figures(config: DistillConfig, data: DistillData, budget: Budget) -> list[str]:
+def _run_in_figures(
+    config: DistillConfig, data: DistillData, budget: Budget, world_size: int
+) -> list[str]:
     batch, plan, length = config.batch, data.train, config.packing.length
-    world_size = read_ranks()[1]
     step_rows = batch.rows(world_size)
     steps_per_epoch = -(-plan.num_rows // step_rows)
     steps = num_steps(config, steps_per_epoch)
@@ -110,4 +112,11 @@ def _run_in_figures(config: DistillConfig, data: DistillData, budget: Budget) ->
     )
     if data.held_out is not None:
         lines.append(f"held out: {data.held_out.report}")
+    a_step = int(rows.supervised.sum()) / steps_per_epoch
+    lines.append(
+        f"a step learns from about {a_step:,.0f} tokens, of {step_rows * length:,} in its rows; "
+        f"{steps_per_epoch:,} steps an epoch"
+    )
+    lines += histogram("samples", lengths.tolist(), length, "packing.length")
+    lines.append(duration(config, per_epoch * steps / steps_per_epoch, world_size))
     return lines

@@ -107,6 +107,16 @@ def lesson(classroom: Path, tmp_path: Path) -> dict[str, Any]:
     }
 
 
+@pytest.fixture(scope="session")
+def library(tmp_path_factory) -> Path:
+    """A folder with a knowledge base, questions and the models of `rag_runs.make_material`."""
+    from tests.distributed.rag_runs import make_material
+
+    folder = tmp_path_factory.mktemp("library")
+    make_material(folder)
+    return folder
+
+
 @pytest.fixture(scope="session", autouse=True)
 def server() -> None:
     nursery.start_server()

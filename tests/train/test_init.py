@@ -21,15 +21,6 @@ def here(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory) -> Path:
-    from tests.distributed.rag_runs import make_material
-
-    folder = tmp_path_factory.mktemp("library")
-    make_material(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def jobs(shelf, classroom, library) -> dict[str, list[str]]:
     """Command lines of `pixelrag init`, by what they are about."""
     encoder = f"--question_encoder.name_or_path={library / 'questions'}"
@@ -173,7 +164,7 @@ def test_images_are_nothing_for_a_text_model(shelf, here, capsys):
 
 
 def test_the_sample_is_drawn_evenly():
-    from pixelrag.init.look import SAMPLE, Sample
+    from pixelrag.data.lengths import SAMPLE, Sample
 
     sample: Sample[int] = Sample()
     for number in range(10 * SAMPLE):

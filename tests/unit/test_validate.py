@@ -8,13 +8,15 @@ from PIL import Image
 
 from pixelrag.cli import main
 
-RUN = ["validate", "--model.name_or_path=m", "--optim.max_steps=1"]
+RUN = ["validate", "--model.name_or_path=model", "--optim.max_steps=1"]
 
 
 @pytest.fixture
-def rows(tmp_path, monkeypatch):
-    """Writes a JSONL file of rows (text stands for a broken line) beside two images."""
+def rows(tmp_path, monkeypatch, tiny_models):
+    """Writes a JSONL file of rows (text stands for a broken line) beside a model and two images."""
     monkeypatch.chdir(tmp_path)
+    Path("model").symlink_to(tiny_models["qwen3_vl"])
+    Path("bert").symlink_to(tiny_models["bert"])
     Image.new("RGB", (8, 8), "white").save("page.png")
     whole = Path("page.png").read_bytes()
     Path("torn.png").write_bytes(whole[: len(whole) // 2])
@@ -35,11 +37,12 @@ def test_good_rows(rows, capsys):
     )
     rows("e.jsonl", {"query": "d", "passage": "e", "neg_passages": ["f"]})
     assert main([*RUN, "--data.train=t.jsonl", "--data.eval=e.jsonl"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [
         "t.jsonl: 2 rows, 2 distinct documents, 0 bad rows",
         "e.jsonl: 1 rows, 2 distinct documents, 0 bad rows",
-        "valid",
     ]
+    assert lines[-1] == "valid"
 
 
 def test_each_bad_row_is_named(rows, capsys):
@@ -96,3 +99,82 @@ def test_a_wrong_configuration_comes_first(rows, capsys):
     shown = capsys.readouterr()
     assert shown.out == ""
     assert "batch.chunk_size" in shown.err
+
+
+def test_the_run_in_figures(rows, capsys):
+    """24 rows with a document and two negatives each, on two processes of four rows."""
+    rows("t.jsonl", *({"query": f"a{i}", "passage": f"b{i}", "neg_passages": [f"c{i}", f"d{i}"]}
+                      for i in range(24)))  # fmt: skip
+    flags = [
+        "--data.train=t.jsonl", "--model.name_or_path=bert", "--world_size=2",
+        "--batch.per_device_batch_size=4", "--batch.gradient_accumulation_steps=2",
+        "--batch.chunk_size=3", "--optim.max_steps=null", "--optim.num_epochs=2",
+        "--model.document_max_length=3",
+    ]  # fmt: skip
+    assert main([*RUN, *flags]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:4] == [
+        "a step: 4 a rank x 2 ranks x 2 accumulated = 16 rows, through the model in chunks of 3",
+        "a query is told from about 23 negatives: the documents of 8 rows of all processes, 3.00 "
+        "each, without its own positives",
+        "24 rows, 1.5 steps an epoch; 3 steps, 2.00 epochs",
+    ]
+    (queries,) = (line for line in lines if line.startswith("queries"))
+    (documents,) = (line for line in lines if line.startswith("documents of text"))
+    # [CLS], the letter, the number's digits, [SEP].
+    assert queries.startswith("queries (24): half have at most 5 tokens, 99 % at most 5, ")
+    assert documents.startswith("documents of text (72): half")
+    assert documents.endswith("; 100.0% are longer than model.document_max_length 3")
+    assert any(line.startswith("time: at least ") and "on 2 x cpu" in line for line in lines)
+    assert main([*RUN, *flags, "--world_size=none"]) == 2
+    assert "--world_size: got 'none', expected a number of processes" in capsys.readouterr().err
+
+
+def test_the_time_is_unknown_where_it_cannot_be_known(rows, capsys):
+    rows("t.jsonl", {"query": "a", "passage": "b"})
+    assert main([*RUN, "--data.train=t.jsonl", "--engine.device=cuda"]) == 0
+    assert "time: unknown; engine.device is cuda, and there is none here" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "told"),
+    [
+        (["--lora.enabled=true", "--lora.vision=all"], 4, "lora.vision is all, but BertModel has"),
+        (["--lora.enabled=true", "--lora.merger=true"], 4, "lora.merger is true, but BertModel"),
+        (["--lora.enabled=true", "--lora.target_modules=nope"], 4, "'nope' matches no linear"),
+        (["--model.unfrozen=vision"], 4, "model.unfrozen names vision, which the model lacks"),
+        (["--model.name_or_path=gone/gone/gone"], 4, "there is no such folder"),
+        (["--loss.mask_guide=gone/gone/gone"], 4, "there is no such folder"),
+        (["--data.train=p.jsonl"], 3, "p.jsonl:1: document"),
+    ],
+)
+def test_what_the_model_lacks_is_found_without_weights(flags, code, told, rows, capsys):
+    rows("t.jsonl", {"query": "a", "passage": "b"})
+    rows("p.jsonl", {"query": "a", "chunk_path": "page.png"})
+    assert main([*RUN, "--model.name_or_path=bert", "--data.train=t.jsonl", *flags]) == code
+    out = capsys.readouterr().out
+    assert told in out
+    assert ".jsonl: 1 rows" in out
+    assert out.endswith("not valid\n")
+
+
+def test_a_histogram_is_a_count():
+    from pixelrag.validate.histogram import histogram
+
+    lengths = [*range(1, 17)] * 10 + [500]
+    lines = histogram("texts", lengths, 100, "limit", num_all=2000)
+    assert lines[0] == (
+        "texts (161 of 2,000): half have at most 9 tokens, 99 % at most 16, the longest 500; 0.6% "
+        "are longer than limit 100"
+    )
+    assert [line.split()[:3] for line in lines[1:4]] == [
+        ["1", "-", "2"],
+        ["3", "-", "4"],
+        ["5", "-", "6"],
+    ]
+    assert [line.count("#") for line in lines[1:]] == [40] * 8 + [2]
+    assert lines[-1].split()[0] == "more"
+    assert sum(float(line.rsplit(maxsplit=1)[1][:-1]) for line in lines[1:]) == pytest.approx(
+        100, abs=0.5
+    )
+    assert histogram("one", [7], 8, "limit")[1].split() == ["7", "#" * 40, "100.0%"]

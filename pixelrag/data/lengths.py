@@ -2,21 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+import numpy as np
 from PIL import Image
 
 from pixelrag.data.archives import image_source
 from pixelrag.data.images import FORMATS, strict_decoding
 from pixelrag.errors import DataError
-from pixelrag.init.look import quantile, round_up
 
+SAMPLE = 2000
+"""Rows that are measured of a file with more."""
 CHARACTERS_A_TOKEN = 3
 """A cautious guess, where no tokenizer is there."""
 _FACTOR = 32  # pixels on a side of one of Qwen3-VL's visual tokens
+_T = TypeVar("_T")
+
+
+class Sample(Generic[_T]):
+    """Up to `SAMPLE` of the items added, each as likely as any other; `seen` counts all."""
+
+    def __init__(self) -> None:
+        self.items: list[_T] = []
+        self.seen = 0
+        self._draw = random.Random(0)
+
+    def add(self, item: _T) -> None:
+        """Keep it, perhaps in the place of another (Vitter's algorithm R)."""
+        self.seen += 1
+        if len(self.items) < SAMPLE:
+            self.items.append(item)
+        elif (place := self._draw.randrange(self.seen)) < SAMPLE:
+            self.items[place] = item
+
+
+def quantile(lengths: Iterable[int], share: float) -> int:
+    """The smallest of the lengths that `share` of them do not exceed."""
+    return int(np.quantile(np.fromiter(lengths, np.int64), share, method="inverted_cdf"))
+
+
+def round_up(number: int, step: int) -> int:
+    """To the next multiple of `step`."""
+    return -(-number // step) * step
 
 
 @dataclass(frozen=True, slots=True)

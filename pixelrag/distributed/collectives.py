@@ -24,7 +24,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 def _host_device() -> torch.device:
     """Where small integers are agreed on: the CPU when the group has a CPU backend."""
     backends = str(dist.get_backend_config()) if hasattr(dist, "get_backend_config") else ""
-    if "gloo" in backends or dist.get_backend() == "gloo":
+    if "cpu:" in backends or dist.get_backend() == "gloo":
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 

@@ -58,6 +58,7 @@ class Engine(ABC):
             chunk, for parameters to stay resident (ZeRO-3 records one trace).
         keeps_graphs: False where a submodule's forward loses count of an earlier one that has not
             gone backward yet.
+        resident: whether whole parameters stay on the device over a step.
         num_steps: calls of ``step`` since the engine was built.
     """
 
@@ -67,6 +68,7 @@ class Engine(ABC):
     shards_parameters = False
     touches_every_chunk = False
     keeps_graphs = True
+    resident = True
 
     def __init__(self, module: nn.Module, device: torch.device, grad_sync: str) -> None:
         self.module = module

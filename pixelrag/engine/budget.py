@@ -7,14 +7,13 @@ fit. All ranks must choose alike: the smallest free memory of any rank decides.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from pixelrag.distributed.collectives import agree_max
+from pixelrag.distributed.free_memory import free_memory
 from pixelrag.errors import EngineError
 
 # The rest stays free for activations, optimizer state and the allocator's own slack.
@@ -39,12 +38,26 @@ def choose_modes(
     params: str,
     precision: str,
 ) -> Modes:
-    """Choose the modes for one engine; a collective.
+    """Choose the modes for one engine by the free memory of all ranks; a collective.
+
+    Args:
+        device: this rank's device.
+
+    For the others, and what is raised, see `modes_for`.
+    """
+    free = _smallest_free_bytes(device)
+    return modes_for(module, engine, free, grad_sync=grad_sync, params=params, precision=precision)
+
+
+def modes_for(
+    module: nn.Module, engine: str, free: int, *, grad_sync: str, params: str, precision: str
+) -> Modes:
+    """Choose the modes for one engine.
 
     Args:
         module: the container, still whole.
         engine: engine name.
-        device: this rank's device.
+        free: bytes free on every rank.
         grad_sync: ``auto``, ``deferred`` or ``per_chunk``.
         params: ``auto``, ``resident`` or ``sharded``.
         precision: ``fp32`` or ``bf16``; decides the bytes of a gathered parameter.
@@ -68,7 +81,6 @@ def choose_modes(
     width = 2 if precision == "bf16" and engine == "fsdp2" else 4
     parameter_bytes = sum(p.numel() for p in module.parameters()) * width
     gradient_bytes = sum(p.numel() for p in module.parameters() if p.requires_grad) * 4
-    free = _smallest_free_bytes(device)
     budget = int(free * SHARE_OF_FREE_MEMORY)
     resident = params == "resident" or not can_shard
     if params == "auto" and can_shard:
@@ -88,13 +100,7 @@ def choose_modes(
 
 
 def _smallest_free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        # The ranks of one host share its memory.
-        free = pages // int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    return -agree_max([-free])[0]
+    return -agree_max([-free_memory(device)])[0]
 
 
 def _gib(num_bytes: int) -> str:

@@ -70,6 +70,19 @@ def import_deepspeed(device: torch.device) -> Any:
     return deepspeed
 
 
+def destroy_process_group() -> None:
+    """Destroy all process groups; DeepSpeed, where it is loaded, lets go of them as well.
+
+    It would otherwise hold on to the first group of a process, also when that is gone.
+    """
+    comm = sys.modules.get("deepspeed.comm.comm")
+    if comm is None or comm.cdb is None:
+        dist.destroy_process_group()
+        return
+    comm.destroy_process_group()
+    comm.cdb = None
+
+
 class DeepSpeedEngine(Engine):
     """ZeRO 0-3.
 
@@ -98,6 +111,7 @@ class DeepSpeedEngine(Engine):
         self.name = f"zero{stage}"
         self.stage = stage
         self.shards_parameters = stage == 3
+        self.resident = resident
         # ZeRO-3 records one trace of submodules and drops resident parameters when it changes.
         self.touches_every_chunk = stage == 3 and resident
         # Stage 3 counts, in each submodule, the backwards to come, and anew in every forward.

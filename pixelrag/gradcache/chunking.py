@@ -16,11 +16,11 @@ from typing import Literal
 import torch
 
 from pixelrag.distributed.collectives import agree_max
+from pixelrag.distributed.free_memory import GIB
 from pixelrag.engine.base import Engine
 from pixelrag.gradcache.keep import Keeper
 from pixelrag.gradcache.minibatch import split_batch, split_by_tokens
 from pixelrag.gradcache.schedule import Chunk
-from pixelrag.losses.kd_chunk import GIB
 
 logger = logging.getLogger("pixelrag")
 

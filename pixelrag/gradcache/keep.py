@@ -14,19 +14,18 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from pixelrag.distributed.collectives import agree_max
+from pixelrag.distributed.free_memory import GIB, free_memory
 from pixelrag.engine.base import Engine
 from pixelrag.gradcache.schedule import Chunk, Side, rows_of
-from pixelrag.losses.kd_chunk import GIB, free_memory
 
 logger = logging.getLogger("pixelrag")
 
@@ -103,10 +102,7 @@ class Keeper:
 
     def free_beside_step(self, engine: Engine, sides: Sequence[Side] = ()) -> int:
         """Bytes that this rank has free when a step takes what it needs beside kept graphs."""
-        free = free_memory(engine.device)
-        if engine.device.type == "cpu":  # the ranks of one host share its memory
-            free //= int(os.environ.get("LOCAL_WORLD_SIZE", engine.world_size))
-        return max(free - self._rest_of_step(engine, sides), 0)
+        return max(free_memory(engine.device) - self._rest_of_step(engine, sides), 0)
 
     def bytes_per_token(self) -> float:
         """Of a graph, the most that was seen, by padded token or patch."""
@@ -220,5 +216,6 @@ class _LiveBytes(TorchDispatchMode):
 
 
 def _storages(tree: object) -> list[torch.UntypedStorage]:
-    leaves = (x for x in tree_leaves(tree) if type(x) in (torch.Tensor, torch.nn.Parameter))
-    return [x.untyped_storage() for x in leaves]
+    leaves = (x for x in tree_leaves(tree) if isinstance(x, torch.Tensor))
+    # A wrapper has none of its own; what is inside comes along by itself.
+    return [x.untyped_storage() for x in leaves if not is_traceable_wrapper_subclass(x)]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
-from pathlib import Path
 from typing import Literal
 
 import torch
 
+from pixelrag.distributed.free_memory import GIB, free_memory
+
 logger = logging.getLogger("pixelrag")
 
-GIB = 2**30
 # Larger chunks no longer make the matrix products faster: measured on two cores; the playbook's.
 _ENOUGH = {"cpu": 512, "cuda": 2048}
 # What the rest of the step may still claim of the memory that is free now.
@@ -59,35 +58,3 @@ def choose_chunk_size(
             picked, picked * bytes_per_token / GIB, free / GIB, device, reason,
         )  # fmt: skip
     return min(picked, max(num_tokens, 1))
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated on the device.
-
-    On CUDA that includes what PyTorch's allocator holds unused; on the CPU a container's limit
-    counts as well as the machine's memory.
-    """
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
-    limits = [_available(), _cgroup_left()]
-    return max(min(value for value in limits if value is not None), 0)
-
-
-def _available() -> int:
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    # Elsewhere only the total is to be had portably.
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
-def _cgroup_left() -> int | None:
-    folder = Path("/sys/fs/cgroup")
-    limit, used = folder / "memory.max", folder / "memory.current"
-    if not limit.exists() or not used.exists():
-        return None
-    text = limit.read_text(encoding="ascii").strip()
-    return None if text == "max" else int(text) - int(used.read_text(encoding="ascii"))

@@ -149,13 +149,17 @@ def load_frozen(
 
 
 def outline(
-    config: StudentConfig | TeacherConfig, adapter_config: AdapterConfig | None = None
+    config: StudentConfig | TeacherConfig,
+    adapter_config: AdapterConfig | None = None,
+    *,
+    attention: str = "eager",
 ) -> CausalLM:
     """A model's modules and shapes without its weights: nothing is allocated.
 
     Args:
         config: the configuration's `student` or `teacher` section.
         adapter_config: its `lora` section; None = no adapters.
+        attention: implementation, in place of the configuration's.
 
     Raises:
         ModelError: its configuration is not there or not one of a causal language model.
@@ -164,7 +168,7 @@ def outline(
     setting = "student" if is_student else "teacher"
     base, _ = _base_of(student_source(config) if is_student else teacher_source(config))
     # What runs on other hardware need not run here.
-    plain = config.model_copy(update={"attention": "eager", "liger": "off"})
+    plain = config.model_copy(update={"attention": attention, "liger": "off"})
     with torch.device("meta"):
         model = _load(base, plain, setting, torch.float32, False, False, True)
     if is_student and config.num_layers is not None:

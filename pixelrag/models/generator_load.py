@@ -94,8 +94,13 @@ def load_generator(
     return generator.train(), preprocessor
 
 
-def outline_generator(config: GeneratorConfig, lora: LoraConfig | None = None) -> Generator:
+def outline_generator(
+    config: GeneratorConfig, lora: LoraConfig | None = None, *, observed: bool = False
+) -> Generator:
     """The modules and shapes of `load_generator` without weights: nothing is allocated.
+
+    Args:
+        config, lora, observed: as for `load_generator`.
 
     Raises:
         ModelError: its configuration is not there or not one of a generator.
@@ -103,9 +108,10 @@ def outline_generator(config: GeneratorConfig, lora: LoraConfig | None = None) -
     source = resolve_source(config.name_or_path, setting=_SETTING, gguf_file=config.gguf_file)
     base, _ = _base_of(source)
     # What runs on other hardware need not run here.
-    plain = config.model_copy(update={"attention": "sdpa", "random_init": True})
+    attention = "eager" if config.attention == "eager" else "sdpa"
+    plain = config.model_copy(update={"attention": attention, "random_init": True})
     with quiet(), torch.device("meta"):
-        model = _load_model(plain, base, torch.float32, False, False)
+        model = _load_model(plain, base, torch.float32, False, observed)
         seq2seq = model.config.is_encoder_decoder
         lm = with_adapters(
             model,

@@ -123,7 +123,8 @@ def outline_embedder(model_cfg: ModelConfig, lora_cfg: LoraConfig | None = None)
     """
     _, base = _sources(model_cfg)
     # What runs on other hardware need not run here.
-    plain = model_cfg.model_copy(update={"attention": "sdpa", "random_init": True})
+    attention = "eager" if model_cfg.attention == "eager" else "sdpa"
+    plain = model_cfg.model_copy(update={"attention": attention, "random_init": True})
     with quiet(), torch.device("meta"):
         model, is_dpr = _load_model(plain, base, torch.float32, False)
         backbone = with_adapters(
@@ -132,7 +133,14 @@ def outline_embedder(model_cfg: ModelConfig, lora_cfg: LoraConfig | None = None)
     pooling = "cls" if is_dpr else "last" if is_vision(model) else "mean"
     if model_cfg.pooling != "auto":
         pooling = model_cfg.pooling
-    embedder = Embedder(backbone, pooling)
+    if unfrozen := getattr(model_cfg, "unfrozen", None):
+        unfreeze(backbone, unfrozen)
+    normalize = getattr(model_cfg, "normalize", True)
+    embedder = Embedder(backbone, pooling, normalize=not is_dpr if normalize is None else normalize)
+    if model_cfg.unpadded is not False:
+        embedder.leave_padding_out(required=model_cfg.unpadded is True)
+        # The self-test needs numbers; it is taken to succeed.
+        embedder.unpadded = embedder.unpadded is None
     if model_cfg.gradient_checkpointing:
         embedder.enable_gradient_checkpointing()
     return embedder

@@ -150,14 +150,19 @@ def load_image_processor(
 
 
 def _length_limit(model: PreTrainedModel, tokenizer: Any) -> int:
+    limits = [position_limit(model)]
+    if tokenizer.model_max_length and tokenizer.model_max_length < _NO_LIMIT:
+        limits.append(tokenizer.model_max_length)
+    return min(limits)
+
+
+def position_limit(model: PreTrainedModel) -> int:
     """Tokens the model can tell apart by position, special tokens included."""
     limits = [_NO_LIMIT]
     if (length := getattr(model.config.get_text_config(), "max_position_embeddings", None)) and (
         length > 0
     ):
         limits.append(length)
-    if tokenizer.model_max_length and tokenizer.model_max_length < _NO_LIMIT:
-        limits.append(tokenizer.model_max_length)
     for name, module in model.named_modules():
         # RoBERTa and MPNet start counting behind the padding index.
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):

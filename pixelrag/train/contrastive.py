@@ -30,7 +30,8 @@ from pixelrag.losses.contrastive import Objective
 from pixelrag.losses.temperature import scale_and_bias, scale_from_log
 from pixelrag.models import Preprocessor, load_embedder
 from pixelrag.models.biencoder import BiEncoder
-from pixelrag.models.tower_parts import part_of
+from pixelrag.models.embedder import Embedder
+from pixelrag.models.tower_parts import part_of as part_of_tower
 from pixelrag.models.training_state import load_training_state
 from pixelrag.retrieval.document_encoder import fingerprints
 from pixelrag.train.batches import PairBatch, load_batches
@@ -161,7 +162,7 @@ class ContrastiveTask:
         self._evaluator = evaluator_of(config, held_out, self._preprocessor, self._guide)
         load_start(checkpoint, config, self._container)
         self.engine = engine_for(
-            config, world, self._container, self._embedder.blocks(), part_of=_part_of
+            config, world, self._container, self._embedder.blocks(), part_of=part_of
         )
         if checkpoint is not None:
             with together():
@@ -283,8 +284,9 @@ class ContrastiveTask:
         from_main(write)
 
 
-def _part_of(name: str) -> str:
-    return "temperature" if name.startswith("logit_scale.") else part_of(name)
+def part_of(name: str) -> str:
+    """The part of a container's parameter that may have a learning rate of its own."""
+    return "temperature" if name.startswith("logit_scale.") else part_of_tower(name)
 
 
 def adapters_alone(config: ContrastiveConfig) -> bool:
@@ -322,16 +324,21 @@ def build_biencoder(config: ContrastiveConfig) -> tuple[BiEncoder, Preprocessor]
             f"loss.matryoshka_dims: got {longest}, and the embeddings of "
             f"{config.model.name_or_path} have {embedder.embedding_dim} dimensions"
         )
-    container = BiEncoder(
+    container = container_of(config, embedder)
+    if config.model.training_state is not None:
+        with together():
+            load_training_state(config.model.training_state, container)
+    return container, preprocessor
+
+
+def container_of(config: ContrastiveConfig, embedder: Embedder) -> BiEncoder:
+    """Everything that is trained, in one module."""
+    return BiEncoder(
         embedder,
         temperature=config.loss.initial_temperature,
         learnable_temperature=config.loss.learnable_temperature,
         bias=config.loss.initial_bias,
     )
-    if config.model.training_state is not None:
-        with together():
-            load_training_state(config.model.training_state, container)
-    return container, preprocessor
 
 
 def build_evaluator(

@@ -8,7 +8,7 @@ import numpy as np
 
 from pixelrag.config.distill import DistillConfig
 from pixelrag.data.pack_plan import EpochRows, PackPlan
-from pixelrag.losses.kd_chunk import GIB
+from pixelrag.distributed.free_memory import GIB
 from pixelrag.models.causal import CausalLM
 from pixelrag.models.causal_load import outline
 from pixelrag.train.flops import ModelShape

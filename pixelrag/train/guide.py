@@ -20,6 +20,7 @@ from pixelrag.distributed.env import World
 from pixelrag.distributed.together import together
 from pixelrag.gradcache.chunking import Chunking
 from pixelrag.models import load_embedder
+from pixelrag.models.embedder import Embedder
 from pixelrag.train.inputs import require_text
 
 Inputs = dict[str, torch.Tensor]
@@ -86,12 +87,19 @@ class Guide(FrozenEncoder):
 
     def embed(self, inputs: Inputs) -> torch.Tensor:
         """[rows, G] float32 on its device, chunk by chunk."""
-        rows = []
-        with torch.no_grad():
-            for chunk in self._chunking(inputs):
-                on_device = {key: value.to(self.device) for key, value in chunk.items()}
-                rows.append(self._embedder(**on_device).float())
-        return torch.cat(rows)
+        return embed_chunks(self._embedder, self._chunking(inputs), self.device)
+
+
+def embed_chunks(
+    embedder: Embedder, chunks: Iterable[Inputs], device: torch.device
+) -> torch.Tensor:
+    """[rows, G] float32, without gradients, by a model that lies on ``device``."""
+    rows = []
+    with torch.no_grad():
+        for chunk in chunks:
+            on_device = {key: value.to(device) for key, value in chunk.items()}
+            rows.append(embedder(**on_device).float())
+    return torch.cat(rows)
 
 
 def open_guide(config: ContrastiveConfig, world: World) -> Guide | None:

@@ -167,7 +167,7 @@ class RagTask:
             check_rows(config, data, self._parts)
         load_start(checkpoint, config, self._container)
         self.engine = engine_for(
-            config, world, self._container, self._container.blocks(), part_of=_part_of
+            config, world, self._container, self._container.blocks(), part_of=part_of
         )
         if checkpoint is not None:
             with together():
@@ -320,7 +320,8 @@ class RagTask:
         self._knowledge.close()
 
 
-def _part_of(name: str) -> str:
+def part_of(name: str) -> str:
+    """The part of a container's parameter that may have a learning rate of its own."""
     owner = name.partition(".")[0]
     return "temperature" if owner == "logit_scale" else owner.removesuffix("_encoder")
 

@@ -19,6 +19,7 @@ from pixelrag.distributed.together import together
 from pixelrag.errors import ConfigError, DataError, ModelError
 from pixelrag.losses.rag_objective import RagObjective
 from pixelrag.models.embedder import Embedder
+from pixelrag.models.generator import Generator
 from pixelrag.models.generator_load import load_generator
 from pixelrag.models.generator_prompt import GeneratorPreprocessor
 from pixelrag.models.load import load_embedder
@@ -132,10 +133,7 @@ def build_parts(config: RagConfig) -> RagParts:
                 f"document_encoder of {document_encoder.embedding_dim}; they must be of one kind"
             )
         check_generator(config, prompts)
-        objective = RagObjective(
-            **config.loss.model_dump(exclude={"temperature", "learnable_temperature"}),
-            vocab_size=generator.vocab_size,
-        )
+        container, objective = container_of(config, query_encoder, document_encoder, generator)
         if objective.vocabulary == "all":
             pairs = config.batch.per_device_batch_size * config.retrieval.k
             size = pairs * prompts.text.target_max_length * objective.vocab_size * 4 / 2**30
@@ -144,16 +142,30 @@ def build_parts(config: RagConfig) -> RagParts:
                 "%d answers: up to %.1f GiB, a few times over. rag_sequence and fid do not",
                 pairs, size,
             )  # fmt: skip
-        container = RagModel(
-            query_encoder,
-            document_encoder,
-            generator,
-            train=config.train,
-            temperature=config.loss.temperature,
-            learnable_temperature=config.loss.learnable_temperature,
-            vocabulary=objective.vocabulary,
-        )
     return RagParts(container, objective, queries, documents, prompts)
+
+
+def container_of(
+    config: RagConfig,
+    query_encoder: Embedder,
+    document_encoder: Embedder | None,
+    generator: Generator,
+) -> tuple[RagModel, RagObjective]:
+    """All models in one module, and the loss that it serves."""
+    objective = RagObjective(
+        **config.loss.model_dump(exclude={"temperature", "learnable_temperature"}),
+        vocab_size=generator.vocab_size,
+    )
+    container = RagModel(
+        query_encoder,
+        document_encoder,
+        generator,
+        train=config.train,
+        temperature=config.loss.temperature,
+        learnable_temperature=config.loss.learnable_temperature,
+        vocabulary=objective.vocabulary,
+    )
+    return container, objective
 
 
 def load_document_encoder(config: RagConfig) -> tuple[Embedder, Preprocessor]:

@@ -1,0 +1,1 @@
+"""Predicts memory, traffic and time of a job on hardware that is not here."""

@@ -1,0 +1,42 @@
+"""Lets the CPU of a simulation pass for the planned device, where code asks what it runs on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from pixelrag.engine import budget
+from pixelrag.gradcache import chunking, keep
+from pixelrag.losses import kd, kd_blocks, kd_chunk, tiles
+
+_GPU = torch.device("cuda")
+
+
+@contextlib.contextmanager
+def on_gpu(free: Callable[[], int]) -> Iterator[None]:
+    """Choose sizes of chunks, blocks and tiles as on a GPU with so many bytes free."""
+    rows, scratch = kd_blocks.rows_per_block, kd_blocks.scratch_bytes_per_token
+    with contextlib.ExitStack() as stack:
+        for module in (budget, keep, kd_chunk):
+            _put(stack, module, "free_memory", lambda _: free())
+        for module in (chunking, kd_chunk):
+            _put(stack, module, "_ENOUGH", {"cpu": module._ENOUGH["cuda"]})
+        _put(stack, tiles, "CPU_TILE", tiles.GPU_TILE)
+        _put(
+            stack, kd_blocks, "rows_per_block", lambda columns, chunk, _: rows(columns, chunk, _GPU)
+        )
+        _put(
+            stack,
+            kd,
+            "scratch_bytes_per_token",
+            lambda columns, dtype, _: scratch(columns, dtype, _GPU),
+        )
+        yield
+
+
+def _put(stack: contextlib.ExitStack, module: Any, name: str, value: Any) -> None:
+    stack.callback(setattr, module, name, getattr(module, name))
+    setattr(module, name, value)

@@ -1,0 +1,134 @@
+"""Runs a job's own code on tensors that have a shape and no content.
+
+Floating-point tensors are PyTorch's fake ones: every operation costs its shapes' arithmetic and no
+memory. Integers are real, since they decide what the code does: lengths, positions, what ranks
+agree on. A number that is read out of a fake tensor is 1 (a loss, a norm), True (whether it is
+finite) or 0 (an integer, such as a count of faults).
+
+Counted on the way: bytes of all storages alive and their peak, by what they are for, and
+floating-point operations. The simulated device is a CPU, whose attention saves what a flash
+kernel saves, and whose autocast list decides the types under `precision: bf16`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from pixelrag.plan.memory import ACTIVATIONS, BACKWARD, LOGITS, TEMPORARY, Memory
+
+_aten = torch.ops.aten
+_FACTORIES = frozenset(
+    (_aten.empty, _aten.empty_strided, _aten.zeros, _aten.ones, _aten.full, _aten.rand, _aten.randn)
+)
+_READ = {torch.bool: True}
+_TESTS_FOR_FAULTS = frozenset((_aten.isnan, _aten.isinf))
+
+
+class Simulation(TorchDispatchMode):
+    """The mode; see the module.
+
+    Attributes:
+        memory: what lives.
+        fake: the mode to build models in.
+        touched: bytes that operations have read and written.
+        launches: operations that compute something, roughly a kernel each.
+        vocab_sizes: a tensor whose last dimension is one of these holds logits.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vocab_sizes: frozenset[int] = frozenset()
+        self.launches = 0
+        self.memory = Memory()
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.touched = 0
+        self._flops = FlopCounterMode(display=False)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Simulation]:
+        """Simulate what runs inside."""
+        resize = torch.UntypedStorage.resize_
+
+        def watched(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            result = resize(storage, size)
+            self.memory.resized(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = watched
+        try:
+            with warnings.catch_warnings(), self, self._flops:
+                # DeepSpeed looks at the alignment of addresses, which are none.
+                warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTen")
+                yield self
+        finally:
+            torch.UntypedStorage.resize_ = resize
+
+    def counted(self) -> tuple[int, int, int]:
+        """Floating-point operations so far (a multiplication and an addition are two), bytes
+        touched, launches."""
+        return self._flops.get_total_flops(), self.touched, self.launches
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if DTensor in types:
+            return NotImplemented  # what it makes of the operation comes back here
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        is_fake = any(isinstance(t, FakeTensor) for t in tensors)
+        if is_fake and func is _aten._local_scalar_dense.default:
+            return _READ.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 0)
+        if is_fake and func.overloadpacket in _TESTS_FOR_FAULTS:
+            return torch.zeros(args[0].shape, dtype=torch.bool)
+        if not is_fake and not tensors and func.overloadpacket in _FACTORIES:
+            is_fake = (kwargs.get("dtype") or torch.get_default_dtype()).is_floating_point
+        with self.fake if is_fake else contextlib.nullcontext():
+            result = func(*args, **kwargs)
+        if is_fake and self._is_figure(func, tensors, result):
+            return torch.ones(result.shape, dtype=result.dtype)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, FakeTensor) and leaf.device.type != "meta":
+                self.memory.add(leaf, self._use_of_new(leaf))
+        if is_fake:
+            self._count_touched(func, tensors, result)
+        return result
+
+    def _is_figure(self, func: Any, tensors: list[torch.Tensor], result: Any) -> bool:
+        """A lone number that nothing is derived from: a norm, of which decisions depend."""
+        return (
+            isinstance(result, FakeTensor)
+            and result.dim() == 0
+            and result.is_floating_point()
+            and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+            and torch._C._current_graph_task_id() == -1
+            and not func._schema.is_mutable
+            and not any(r.alias_info for r in func._schema.returns)
+        )
+
+    def _use_of_new(self, tensor: FakeTensor) -> str:
+        if tensor.dim() > 1 and tensor.shape[-1] in self.vocab_sizes:
+            return LOGITS
+        if torch._C._current_graph_task_id() != -1:
+            return BACKWARD
+        return ACTIVATIONS if torch.is_grad_enabled() else TEMPORARY
+
+    def _count_touched(self, func: Any, tensors: list[torch.Tensor], result: Any) -> None:
+        """Bytes that an operation reads and writes; a view touches none."""
+        made = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+        given = {_storage(t)._cdata for t in tensors}
+        in_place = func._schema.is_mutable
+        if made and (in_place or not all(_storage(t)._cdata in given for t in made)):
+            self.touched += sum(t.numel() * t.element_size() for t in (*tensors, *made))
+            self.launches += 1
+
+
+def _storage(tensor: torch.Tensor) -> Any:
+    return tensor.untyped_storage()

@@ -145,6 +145,9 @@ COMMANDS = {
         "distill",
         {"listen": "path of a Unix socket, or host:port (required)", "codec": _CODEC},
     ),
+    "bench": Command(
+        "measure speed and memory on this machine, and report them", "pixelrag.bench.command"
+    ),
     "demo": Command("run a job on real data that needs no download", "pixelrag.demo"),
 }
 DEMOS = {

@@ -142,7 +142,7 @@ def line_chart(
         title: above the chart.
         lines: at least one.
         x, y: what the axes show, with the unit.
-        log_x, log_y: logarithmic axes. Up to eight different x are the ticks of a logarithmic axis.
+        log_x, log_y: logarithmic axes. Up to eight different x are the ticks.
 
     Raises:
         ValueError: no lines, or a line's parts differ in length.
@@ -325,7 +325,7 @@ def _scale(axes: Axes, xs: Sequence[float], log_x: bool, log_y: bool) -> None:
             axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=8))
             axis.set_minor_locator(NullLocator())
         axis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
-    if log_x and len(set(xs)) <= 8:
+    if len(set(xs)) <= 8:
         axes.xaxis.set_major_locator(FixedLocator(sorted(set(xs))))
 
 

@@ -123,9 +123,30 @@ def load(
     places = {path: where for file in files for path, where in file.places.items()} | line.places
     sections = sections_of(config_class)
     written = [_without_empty(file.values, sections) for file in files]
-    layers = [line.values, *reversed(written), defaults, _required_sections(config_class)]
+    layers = [line.values, *reversed(written), defaults]
     if not trains and not any(_says_how_long(layer) for layer in layers):
         layers.append({"optim": {"num_epochs": 1}})
+    return build(config_class, layers, places, problems), line.own
+
+
+def build(
+    config_class: type[Config],
+    layers: Sequence[Mapping[str, Any]],
+    places: Mapping[tuple[str, ...], str],
+    problems: Sequence[Problem] = (),
+) -> Config:
+    """Merge layers of options and validate what comes of it.
+
+    Args:
+        config_class: what to build.
+        layers: options by section, highest precedence first.
+        places: where each option was written, by its path.
+        problems: what was found wrong already.
+
+    Raises:
+        ConfigError: names every mistake at once.
+    """
+    layers = [*layers, _required_sections(config_class)]
     config, errors = _build(config_class, layers)
     found = list(problems_of(errors, config_class, places))
     if any(error["type"] != "conflicts" for error in errors):
@@ -139,8 +160,8 @@ def load(
         names = frozenset(".".join(path) for path in bad)
         found += problems_of(conflicts, config_class, places, ignore=names)
     if config is None or problems or found:
-        raise ConfigError(report(problems + found))
-    return config, line.own
+        raise ConfigError(report([*problems, *found]))
+    return config
 
 
 def _expand_preset(

@@ -51,11 +51,12 @@ def help_text(
 
 
 def _option(path: str, field: FieldInfo) -> list[str]:
-    default = "required" if field.is_required() else f"default {_default(field)}"
+    default = "required" if field.is_required() else f"default {default_of(field)}"
     return [f"  --{path}  {describe(field)}  ({default})", f"      {field.description}"]
 
 
-def _default(field: FieldInfo) -> str:
+def default_of(field: FieldInfo) -> str:
+    """The default of an option that has one, as a file would have it."""
     value = field.get_default(call_default_factory=True)
     if isinstance(value, list):
         return f"[{', '.join(map(str, value))}]"

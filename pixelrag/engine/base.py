@@ -4,16 +4,22 @@ A job hands the engine one container module that holds every trained parameter. 
 step it runs any number of ``engine(role, **batch)`` forwards and ``engine.backward(loss,
 last=...)`` backwards, then one ``engine.step(max_norm)``. What every engine promises:
 
-Sum    A rank's losses are partial sums of the global loss, and the reduction sums. After
-       ``backward(..., last=True)`` each gradient is the one that a single process holding the
-       whole global batch would have.
-Order  All ranks run the same sequence of forwards. Where parameters are sharded this is
-       checked before the step, and a difference raises on all ranks, naming it.
-Last   Exactly one ``last=True`` a step; ``step`` without it raises.
-Clip   Only in ``step``, by the global norm.
-fp32   Gradients accumulate over chunks in at least fp32, also where compute is bf16.
-Zero   A trained parameter that no rank used in a step has a zero gradient, not none: momentum
-       and weight decay act on it, as they must where it lies in a flat partition.
+Sum
+    A rank's losses are partial sums of the global loss, and the reduction sums. After
+    ``backward(..., last=True)`` each gradient is the one that a single process holding the whole
+    global batch would have.
+Order
+    All ranks run the same sequence of forwards. Where parameters are sharded this is checked
+    before the step, and a difference raises on all ranks, naming it.
+Last
+    Exactly one ``last=True`` a step; ``step`` without it raises.
+Clip
+    Only in ``step``, by the global norm.
+fp32
+    Gradients accumulate over chunks in at least fp32, also where compute is bf16.
+Zero
+    A trained parameter that no rank used in a step has a zero gradient, not none: momentum and
+    weight decay act on it, as they must where it lies in a flat partition.
 """
 
 from __future__ import annotations

@@ -2,14 +2,15 @@
 
 With s_ij = <q_i, d_j> of normalised embeddings, a query's positives P_i, its negatives N_i (every
 other document of the global batch that no mask takes out) and logits z_ij = s_ij / temperature,
-where negatives add alpha sg(s_ij) (LLaVE; Lan et al. 2025, equation 5; sg stops the gradient):
+where negatives add alpha sg(s_ij) (LLaVE; Lan et al. 2025, equation 5; sg stops the gradient)::
 
     InfoNCE   1/B sum_i 1/|P_i| sum_p  log(exp z_ip + sum_n exp z_in) - z_ip
     SigLIP    1/B sum_i  sum_p log(1 + exp -(z_ip + b)) + sum_n log(1 + exp(z_in + b))
 
 (van den Oord et al. 2018, equation 4; Zhai et al. 2023, equation 1). Positives of one query do not
 compete with each other: each is classified against the negatives alone, so that the loss of a
-perfect model is 0 however many there are (in Khosla et al. 2020, equation 2, it is log |P_i|).
+perfect model is 0 however many there are (in Khosla et al. 2020, equation 2, it is
+``log |P_i|``).
 
 A rank computes the terms of its own queries and divides by the global B, so that summing over
 ranks gives the loss and, with summed gradients, the gradient of one process with the whole batch.

@@ -1,16 +1,16 @@
 # Set-up, demo, tests and checks. Needs make and Python 3.11 or newer; everything else goes to .venv.
 #   make demo [JOB=contrastive] [ARGS=...]    install what is missing, run a job on real data
 #   make test [ARGS=...]                      install what is missing, run the tests
-#   make install | make lint | make audit (known advisories of the pinned versions; needs the network)
+#   make install | make lint | make docs | make audit (known advisories of the pinned versions; needs the network)
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint audit
+.PHONY: help install demo test lint docs audit
 
 VENV ?= .venv
 JOB ?= contrastive
 ARGS ?=
-EXTRAS := cpu,demo,plot,st,ray,dev
+EXTRAS := cpu,demo,plot,st,ray,docs,dev
 PYTHON ?= $(shell command -v python3.11 || command -v python3 || command -v python)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.pixelrag-installed
@@ -58,6 +58,10 @@ lint: install
 	@$(BIN)/ruff format --check .
 	@$(BIN)/lint-imports
 	@$(BIN)/mypy --no-error-summary
+
+# The site, in docs/_build/html. Every warning is an error.
+docs: install
+	@$(BIN)/python -m sphinx -W --keep-going -n -q docs docs/_build/html
 
 audit: install
 	@$(BIN)/pip-audit --version >/dev/null 2>&1 || { echo "make: pip-audit is not installed in $(VENV)" >&2; exit 1; }

@@ -76,7 +76,7 @@ def test_the_second_run_installs_nothing(project: Project):
     code, output = project.make("install")
     assert code == 0, output
     assert project.installs() == 1
-    assert "--constraint constraints-cpu.txt --editable .[cpu,demo,plot,st,ray,dev]" in (
+    assert "--constraint constraints-cpu.txt --editable .[cpu,demo,plot,st,ray,docs,dev]" in (
         project.calls.read_text()
     )
     calls = project.calls.read_text()

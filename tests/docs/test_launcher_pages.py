@@ -106,7 +106,7 @@ def test_every_variable_that_is_read_is_told() -> None:
     for script in (ROOT / "launchers").iterdir():
         lines = [x for x in script.read_text("utf-8").splitlines() if not x.startswith("#")]
         read |= set(re.findall(r"\$\{?([A-Z][A-Z_]+)", "\n".join(lines)))
-    ours = {"PIXELRAG_RENDEZVOUS_FILE", "BASH_SOURCE", "PWD"}  # between our own processes; the shell's
+    ours = {"PIXELRAG_RENDEZVOUS_FILE", "BASH_SOURCE", "PWD"}  # our own processes; the shell
     assert len(read) > 30
     assert read - told - ours == set()
 

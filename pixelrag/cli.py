@@ -108,6 +108,7 @@ COMMANDS = {
             "qrels_file": "retrievers: TREC qrels to write, that judge the run",
         },
     ),
+    "plot": Command("draw what runs have logged, over each other", "pixelrag.plot.command"),
     "compare": Command(
         "test two measurements of the same queries against each other (paired)",
         "pixelrag.evaluate.compare_command",

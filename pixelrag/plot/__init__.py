@@ -1,0 +1,1 @@
+"""`pixelrag plot`: what runs have logged, drawn over their steps on one page."""

@@ -1,0 +1,88 @@
+"""The command: read runs, draw them, write one file."""
+
+from __future__ import annotations
+
+import argparse
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from pixelrag.console import say
+from pixelrag.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pixelrag.charts import Chart
+
+_SUFFIXES = (".html", ".png")
+_COLUMNS = 2
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"pixelrag plot: {message}; see pixelrag plot --help")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Draw runs; returns the exit code.
+
+    Raises:
+        ConfigError: the command line is wrong, matplotlib is missing, or the file cannot be
+            written.
+        DataError: a run is not there or its record is broken; names file and line.
+    """
+    parser = _Parser(
+        prog="pixelrag plot",
+        description="Draw what runs have logged (loss, held-out figures, tokens a second, memory, "
+        "the index's lag) over their steps, runs over each other, on one page that needs nothing "
+        "but itself. Runs that still go may be drawn, too.",
+    )
+    parser.add_argument("run", type=Path, nargs="+", help="a run's output_dir")
+    parser.add_argument(
+        "--output", type=Path, help="file to write, .html or .png (default RUN/plot.html)"
+    )
+    options = parser.parse_args(list(argv))
+    output: Path = options.output or options.run[0] / "plot.html"
+    if output.suffix not in _SUFFIXES:
+        raise ConfigError(f"--output {output}: expected a name that ends in .html or .png")
+    from pixelrag.plot.run import read_runs
+
+    runs = read_runs(options.run)
+    from pixelrag.charts import Chart, page
+    from pixelrag.plot.figures import sections
+
+    drawn = sections(runs)
+    if output.suffix == ".html":
+        title = f"{', '.join(run.name for run in runs)}: training"
+        content = page(title, drawn).encode()
+    else:
+        charts = [part for section in drawn for part in section.parts if isinstance(part, Chart)]
+        content = _sheet(charts)
+    from pixelrag.retrieval.durable import put
+
+    try:
+        put(output, lambda temporary: _write(temporary, content))
+    except OSError as error:
+        raise ConfigError(f"--output {output} cannot be written: {error.strerror}") from error
+    say(f"wrote {output}")
+    return 0
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+
+
+def _sheet(charts: Sequence[Chart]) -> bytes:
+    """The charts side by side and below each other, as one PNG on white."""
+    from PIL import Image
+
+    images = [Image.open(io.BytesIO(chart.png())) for chart in charts]
+    width, height = max(i.width for i in images), max(i.height for i in images)
+    rows = -(-len(images) // _COLUMNS)
+    sheet = Image.new("RGB", (width * min(_COLUMNS, len(images)), height * rows), "white")
+    for number, image in enumerate(images):
+        row, column = divmod(number, _COLUMNS)
+        sheet.paste(image, (column * width, row * height))
+    written = io.BytesIO()
+    sheet.save(written, "PNG")
+    return written.getvalue()

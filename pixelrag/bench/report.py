@@ -90,8 +90,8 @@ def _conditions(rows: Sequence[Row]) -> list[str]:
         "Versions: " + ", ".join(f"{name} {found}" for name, found in versions.items()) + ".",
         "Times are the median step, with the 20th and 80th percentile of the repeated ones; the "
         "warm-up does not count, and cases that are compared take turns in an order that reverses "
-        "from round to round. Memory is that of a process of its own. MFU and bounds need a device "
-        "whose peak is known; where there are none, it is not.",
+        "from round to round. Memory is that of a process of its own, or what CUDA's allocator "
+        "counts. MFU and bounds need a device whose peak is known, and are left out elsewhere.",
     ]
     if any(run.load_average > BUSY for run in runs):
         parts.append(

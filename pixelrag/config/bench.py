@@ -22,9 +22,9 @@ class BenchRun(Section):
     warmup: int = Field(1, ge=1)
     """Steps of each case before those."""
     memory: bool = True
-    """Measure each case's memory as well, in a process of its own."""
+    """Measure each case's memory as well, in a process of its own (on CUDA in the one timed)."""
     at_once: int = Field(1, ge=1)
-    """Processes that measure memory at the same time; on CUDA one after the other."""
+    """Processes that measure memory at the same time (not on CUDA)."""
     only: list[str] = Field(default_factory=list)
     """KEY=VALUE of cases to run; several values of a key are alternatives. Empty = all."""
 

@@ -29,8 +29,8 @@ from hashlib import blake2b
 from pathlib import Path
 
 from pixelrag.data.archives import normal_path
+from pixelrag.data.forms import FORMS
 from pixelrag.data.retrieved import KEY, retrieved_negatives
-from pixelrag.data.swift import is_swift_row, plain_row
 from pixelrag.errors import DataError
 from pixelrag.json_text import parse_json
 
@@ -150,8 +150,10 @@ def parse_row(
     if not isinstance(obj, dict):
         raise RowError(where, [f"a row is a JSON object, got {kind_of(obj)}"])
     reasons: list[str] = []
-    if is_swift_row(obj):
-        obj = plain_row(obj, reasons)
+    for form in FORMS:
+        if form.matches(obj):
+            obj = form.plain(obj, reasons)
+            break
     query = usable_text(obj.get("query"), "query", reasons)
     passage, chunk_path = obj.get("passage"), obj.get("chunk_path")
     positive: Document | None = None

@@ -42,6 +42,8 @@ class PairEvaluation:
         queries: ids of the queries, in that order.
         run: the documents found, as deep as asked for.
         qrels: those that should be.
+        documents: all that the two name, by name.
+        texts: of the queries, by id.
     """
 
     figures: dict[str, float]
@@ -49,6 +51,8 @@ class PairEvaluation:
     queries: list[str]
     run: Run = field(default_factory=dict)
     qrels: Qrels = field(default_factory=dict)
+    documents: dict[str, Document] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
 
 
 class PairEvaluator:
@@ -156,9 +160,13 @@ class PairEvaluator:
         self, found: PairEvaluation, rows_Qk: np.ndarray, scores_Qk: np.ndarray
     ) -> None:
         for row, documents, scores in zip(self._rows, rows_Qk, scores_Qk, strict=True):
+            relevant = [self._index[document.key] for document in row.positives]
             names = [self._names[document] for document in documents]
             found.run[row.sample_id] = list(zip(names, scores.tolist(), strict=True))
-            found.qrels[row.sample_id] = {self._names[self._index[d.key]] for d in row.positives}
+            found.qrels[row.sample_id] = {self._names[document] for document in relevant}
+            found.texts[row.sample_id] = row.query
+            for document in (*documents, *relevant):
+                found.documents[self._names[document]] = self._documents[document]
 
     def _in_batch(
         self,

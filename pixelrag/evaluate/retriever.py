@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from pixelrag.config.tile_questions import TileQuestionOptions
+from pixelrag.data.schema import Document
 from pixelrag.evaluate.compare import Measured
 from pixelrag.evaluate.pairs import PairEvaluator
 from pixelrag.evaluate.runs import Qrels, Run
@@ -23,6 +24,7 @@ class RetrieverEvaluation:
         figures: by name (``eval/...``, ``miniv8/...``).
         measured: every query's figures, by the set of queries: "eval", "miniv8".
         run, qrels: documents found for the rows of "eval", and those that should be.
+        documents, texts: of all documents that the two name, and of the queries, by their names.
         answers: graded answers to the questions of "miniv8".
     """
 
@@ -30,6 +32,8 @@ class RetrieverEvaluation:
     measured: dict[str, Measured]
     run: Run = field(default_factory=dict)
     qrels: Qrels = field(default_factory=dict)
+    documents: dict[str, Document] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
     answers: list[GradedAnswer] = field(default_factory=list)
 
 
@@ -70,6 +74,8 @@ class RetrieverEvaluator:
                 found.measured["eval"] = Measured(pairs.queries, pairs.per_query)
             found.run.update(pairs.run)
             found.qrels.update(pairs.qrels)
+            found.documents.update(pairs.documents)
+            found.texts.update(pairs.texts)
         if self._tiles is not None:
             self._ask(engine, found)
         return found

@@ -34,6 +34,7 @@ from pixelrag.evaluate.compare import (
     read_measured,
     tables,
 )
+from pixelrag.evaluate.gallery import gallery_page, gallery_rows
 from pixelrag.evaluate.retriever import RetrieverEvaluation
 from pixelrag.evaluate.runs import qrels_text, run_text
 from pixelrag.losses.temperature import scale_and_bias
@@ -49,7 +50,8 @@ from pixelrag.train.text_file import require_writable
 
 RUN_DEPTH = 100
 # What only a retriever's evaluation can give.
-_RETRIEVER_ONLY = ("baseline", "run_file", "qrels_file")
+_RETRIEVER_ONLY = ("baseline", "run_file", "qrels_file", "gallery")
+_NAMES_DOCUMENTS = ("run_file", "qrels_file", "gallery")
 
 
 def main(config: ContrastiveConfig | DistillConfig | RagConfig, own: Mapping[str, str]) -> int:
@@ -59,8 +61,9 @@ def main(config: ContrastiveConfig | DistillConfig | RagConfig, own: Mapping[str
         config: a training configuration; what concerns training is not used.
         own: ``output``: a JSON file to write, with every query's metrics, for paired tests;
             ``answers``: a folder to write a RAG model's answers to, with their passages; for
-            retrievers ``run_file`` and ``qrels_file``, TREC files to write, and ``baseline``, what
-            to compare with: a model, or what an earlier evaluation wrote to ``output``.
+            retrievers ``run_file`` and ``qrels_file``, TREC files to write, ``gallery``, an HTML
+            page of queries and what was found, and ``baseline``, what to compare with: a model, or
+            what an earlier evaluation wrote to ``output``.
 
     Raises:
         ConfigError: no held-out rows, or a flag that asks for what the job does not have.
@@ -69,7 +72,7 @@ def main(config: ContrastiveConfig | DistillConfig | RagConfig, own: Mapping[str
     _refuse(config, own)
     with world_of(config) as world:
         baseline = _baseline(config, own["baseline"], world) if "baseline" in own else None
-        measured = _measure(config, world, named="run_file" in own or "qrels_file" in own)
+        measured = _measure(config, world, named=not own.keys().isdisjoint(_NAMES_DOCUMENTS))
         lines = _lines(measured)
         content = measured.content | {"data": list(config.data.eval or config.data.train)}
         if baseline is not None:
@@ -84,6 +87,8 @@ def main(config: ContrastiveConfig | DistillConfig | RagConfig, own: Mapping[str
             from_main(lambda: _write(run_text(measured.retriever.run, "pixelrag"), "run_file", own))
         if "qrels_file" in own:
             from_main(lambda: _write(qrels_text(measured.retriever.qrels), "qrels_file", own))
+        if "gallery" in own:
+            from_main(lambda: _write(_gallery(measured.retriever), "gallery", own))
         if measured.rag is not None and "answers" in own:
             from_main(lambda: _show(measured.rag, Path(own["answers"])))
     return 0
@@ -233,6 +238,11 @@ def _write(text: str, flag: str, own: Mapping[str, str]) -> None:
         put_text(path, text)
     except OSError as error:
         raise CheckpointError(f"--{flag} {path}: cannot be written: {error.strerror}") from error
+
+
+def _gallery(found: RetrieverEvaluation) -> str:
+    rows = gallery_rows(found.run, found.qrels, found.documents, found.texts)
+    return gallery_page(rows, found.figures, title="What was found")
 
 
 def _show(evaluation: RagEvaluation, folder: Path) -> None:

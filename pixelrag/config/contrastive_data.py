@@ -40,6 +40,8 @@ class DataConfig(DataFiles):
     """Processes a rank uses to prepare batches; 0 = none beside itself."""
     prefetch_factor: int = Field(2, ge=1)
     """Batches that each of them prepares ahead."""
+    worker_timeout_seconds: int = Field(300, ge=1)
+    """A worker that gives nothing for so long ends the run."""
     drop_last: bool = False
     """Leave out an epoch's last batch where it is smaller than the others."""
 

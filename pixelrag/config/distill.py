@@ -51,7 +51,6 @@ class DistillConfig(JobConfig):
         # The sampler insists on the global batch, which stays when the world is another.
         "batch.gradient_accumulation_steps",
         "data.prefetch_factor",
-        "data.worker_timeout_seconds",
     )
 
     output_dir: str = Field("runs/distill", min_length=1)

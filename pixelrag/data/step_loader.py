@@ -1,9 +1,10 @@
-"""Serves steps in order, from this process or from workers that prepare them ahead."""
+"""Serves batches in order, from this process or from workers that prepare them ahead."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -11,6 +12,15 @@ from torch.utils.data import DataLoader, Dataset
 from pixelrag.data.packed_batch import PackedStep, PackedSteps
 from pixelrag.distributed.cores import bounded_workers
 from pixelrag.errors import DataError, PixelragError
+
+Key_ = TypeVar("Key_", contravariant=True)
+Batch_ = TypeVar("Batch_", covariant=True)
+
+
+class Maker(Protocol[Key_, Batch_]):
+    """Makes a batch of what names it; picklable."""
+
+    def __getitem__(self, key: Key_, /) -> Batch_: ...
 
 
 def load_steps(
@@ -21,14 +31,32 @@ def load_steps(
     prefetch_factor: int = 2,
     timeout_seconds: float = 300,
 ) -> Iterator[PackedStep]:
-    """Endless steps from number `start` on.
+    """Endless steps from number `start`, counted over all epochs, on; see `load_ahead`."""
+    return load_ahead(
+        steps,
+        itertools.count(start),
+        num_workers=num_workers,
+        prefetch_factor=prefetch_factor,
+        timeout_seconds=timeout_seconds,
+    )
+
+
+def load_ahead(
+    maker: Maker[Key_, Batch_],
+    keys: Iterable[Key_],
+    *,
+    num_workers: int,
+    prefetch_factor: int,
+    timeout_seconds: float,
+) -> Iterator[Batch_]:
+    """The batches of `keys`, in their order.
 
     Args:
-        steps: makes a step of its number.
-        start: number of the first one, over all epochs.
-        num_workers: processes that prepare steps ahead, at most one a core; 0 = none beside this
+        maker: makes them.
+        keys: name them; read ahead of what is served.
+        num_workers: processes that prepare batches ahead, at most one a core; 0 = none beside this
             one.
-        prefetch_factor: steps that each of them prepares ahead.
+        prefetch_factor: batches that each of them prepares ahead.
         timeout_seconds: a worker that gives nothing for so long is taken for dead.
 
     Raises:
@@ -36,11 +64,11 @@ def load_steps(
     """
     num_workers = bounded_workers(num_workers)
     if num_workers == 0:
-        return (steps[position] for position in itertools.count(start))
-    loader = DataLoader(
-        _Carried(steps),
-        batch_size=None,  # a number is a whole step already
-        sampler=_From(start),
+        return (maker[key] for key in keys)
+    loader: DataLoader[Any] = DataLoader(
+        _Carried(maker),
+        batch_size=None,  # a key names a whole batch already
+        sampler=keys,
         num_workers=num_workers,
         prefetch_factor=prefetch_factor,
         timeout=timeout_seconds,
@@ -51,35 +79,25 @@ def load_steps(
     return _raising(iter(loader), num_workers, timeout_seconds)
 
 
-class _From:
-    """The numbers from `start` on."""
-
-    def __init__(self, start: int) -> None:
-        self._start = start
-
-    def __iter__(self) -> Iterator[int]:
-        return itertools.count(self._start)
-
-
-class _Carried(Dataset[PackedStep | PixelragError]):
+class _Carried(Dataset[Any]):
     """Hands errors over as values: a worker's loader would bury them under its own traceback."""
 
-    def __init__(self, steps: PackedSteps) -> None:
-        self._steps = steps
+    def __init__(self, maker: Maker[Any, Any]) -> None:
+        self._maker = maker
 
-    def __getitem__(self, position: int) -> PackedStep | PixelragError:
+    def __getitem__(self, key: Any) -> Any:
         try:
-            return self._steps[position]
+            return self._maker[key]
         except PixelragError as error:
             return error
 
 
-def _raising(
-    steps: Iterator[PackedStep | PixelragError], num_workers: int, timeout_seconds: float
-) -> Iterator[PackedStep]:
+def _raising(batches: Iterator[Any], num_workers: int, timeout_seconds: float) -> Iterator[Any]:
     while True:
         try:
-            step = next(steps)
+            batch = next(batches)
+        except StopIteration:
+            return
         except (RuntimeError, OSError, EOFError) as error:
             # What the loader raises for workers that stall, die, or die while they hand over.
             reason = str(error).strip() or type(error).__name__
@@ -93,6 +111,6 @@ def _raising(
                 "too little shared memory for them; set data.num_workers: 0 to prepare batches in "
                 "the training process"
             ) from error
-        if isinstance(step, PixelragError):
-            raise step
-        yield step
+        if isinstance(batch, PixelragError):
+            raise batch
+        yield batch

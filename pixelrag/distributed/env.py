@@ -22,6 +22,7 @@ import torch.distributed as dist
 from pixelrag.distributed import launched
 from pixelrag.distributed.cores import set_threads
 from pixelrag.distributed.whereabouts import Position, watched
+from pixelrag.distributed.wording import worded_failures
 from pixelrag.errors import EngineError
 
 logger = logging.getLogger("pixelrag")
@@ -120,6 +121,8 @@ def process_group(device: str = "auto", timeout_seconds: float = 600.0) -> Itera
 
     Raises:
         EngineError: a collective failed; names the ranks that are missing, and where each stands.
+            Or memory ran out.
+        DataError: a data worker died.
     """
     launched.adopt(os.environ)
     rank, world_size, local_rank = read_ranks()
@@ -132,7 +135,10 @@ def process_group(device: str = "auto", timeout_seconds: float = 600.0) -> Itera
         _init(rank, world_size, place, timeout_seconds)
     try:
         world = World(dist.get_rank(), dist.get_world_size(), local_rank, place)
-        with watched(world.position, timeout_seconds) if owned else contextlib.nullcontext():
+        with contextlib.ExitStack() as told:
+            if owned:
+                told.enter_context(watched(world.position, timeout_seconds))
+                told.enter_context(worded_failures(world.position))
             yield world
     finally:
         if owned and dist.is_initialized():

@@ -56,6 +56,9 @@ class Position:
         self.phase = phase
         self.since = time.monotonic()
 
+    def __str__(self) -> str:
+        return _words(self.step, self.phase)
+
 
 @dataclass(frozen=True, slots=True)
 class Post:
@@ -72,8 +75,7 @@ class Post:
         return self.step, self.phase
 
     def __str__(self) -> str:
-        step = "before the first step" if self.step is None else f"step {self.step + 1}"
-        return f"{step}, {self.phase}"
+        return _words(self.step, self.phase)
 
 
 class Watch:
@@ -271,6 +273,10 @@ def is_communication_error(error: BaseException) -> bool:
         return True
     text = str(error).lower()
     return type(error) is RuntimeError and any(word in text for word in _COMMUNICATION)
+
+
+def _words(step: int | None, phase: str) -> str:
+    return f"{'before the first step' if step is None else f'step {step + 1}'}, {phase}"
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from pixelrag.data.content import content_of
 from pixelrag.data.pairs import PairDataset
 from pixelrag.data.sampler import GlobalBatchSampler
 from pixelrag.data.schema import Document
-from pixelrag.distributed.cores import bounded_workers
-from pixelrag.errors import PixelragError
+from pixelrag.data.step_loader import load_ahead
 from pixelrag.evaluate.pairs import document_length
 from pixelrag.models.preprocess import Preprocessor
 
@@ -105,10 +104,11 @@ def load_batches(
     sampler: GlobalBatchSampler,
     preprocessor: Preprocessor,
     *,
-    num_workers: int = 0,
-    prefetch_factor: int = 2,
     guide: Preprocessor | None = None,
     fixed_documents: bool = False,
+    num_workers: int = 0,
+    prefetch_factor: int = 2,
+    timeout_seconds: float = 300,
 ) -> Iterator[PairBatch]:
     """Endless batches in the sampler's order.
 
@@ -116,45 +116,14 @@ def load_batches(
         dataset: the rows.
         sampler: names this rank's rows of each global batch.
         preprocessor: makes model inputs.
-        num_workers: processes that prepare batches ahead, at most one a core; 0 = none beside this
-            one.
-        prefetch_factor: batches that each of them prepares ahead.
         guide: makes the inputs of a guide; None = there is none.
         fixed_documents: make no inputs of documents.
+        num_workers, prefetch_factor, timeout_seconds: see `load_ahead`.
     """
-    collator = PairCollator(dataset, preprocessor, guide, fixed_documents=fixed_documents)
-    num_workers = bounded_workers(num_workers)
-    if num_workers == 0:
-        return (collator[indices] for indices in sampler)
-    loader = DataLoader(
-        _Carried(collator),
-        batch_size=None,  # an index is a whole batch already
-        sampler=sampler,
+    return load_ahead(
+        PairCollator(dataset, preprocessor, guide, fixed_documents=fixed_documents),
+        sampler,
         num_workers=num_workers,
         prefetch_factor=prefetch_factor,
-        persistent_workers=True,
-        pin_memory=torch.cuda.is_available(),
-        # Its own: the workers' seed must not be drawn from the stream that dropout draws from.
-        generator=torch.Generator(),
+        timeout_seconds=timeout_seconds,
     )
-    return _raising(iter(loader))
-
-
-class _Carried(Dataset):
-    """Hands errors over as values: a worker's loader would bury them under its own traceback."""
-
-    def __init__(self, collator: PairCollator) -> None:
-        self._collator = collator
-
-    def __getitem__(self, indices: list[int]) -> PairBatch | PixelragError:
-        try:
-            return self._collator[indices]
-        except PixelragError as error:
-            return error
-
-
-def _raising(batches: Iterator[PairBatch | PixelragError]) -> Iterator[PairBatch]:
-    for batch in batches:
-        if isinstance(batch, PixelragError):
-            raise batch
-        yield batch

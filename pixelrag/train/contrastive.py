@@ -174,6 +174,7 @@ class ContrastiveTask:
             self._preprocessor,
             num_workers=config.data.num_workers,
             prefetch_factor=config.data.prefetch_factor,
+            timeout_seconds=config.data.worker_timeout_seconds,
             guide=self._guide and self._guide.preprocessor,
             fixed_documents=self._documents is not None,
         )

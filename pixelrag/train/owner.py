@@ -108,11 +108,7 @@ def _remove_dead(file: Path, option: str, beat_seconds: float) -> None:
 
 def _beats(file: Path, beat_seconds: float) -> bool:
     """Whether the signature of a process that is out of sight is renewed; may take three beats."""
-    stamp = file.stat().st_mtime_ns
-    probe = file.with_name(f"{FILE}.{os.getpid()}")
-    probe.touch()  # the file system's clock, not this machine's
-    age = (probe.stat().st_mtime_ns - stamp) / 1e9
-    probe.unlink()
+    stamp, age = file.stat().st_mtime_ns, _age(file)
     wait = _SILENT_BEATS * beat_seconds
     if age > wait:
         return False
@@ -123,6 +119,16 @@ def _beats(file: Path, beat_seconds: float) -> bool:
         if file.stat().st_mtime_ns != stamp:
             return True
     return False
+
+
+def _age(path: Path) -> float:
+    """Seconds since a file or folder changed, by the file system's clock: hosts' differ or jump."""
+    probe = path.with_name(f"{FILE}.{os.getpid()}")
+    probe.touch()
+    try:
+        return (probe.stat().st_mtime_ns - path.stat().st_mtime_ns) / 1e9
+    finally:
+        probe.unlink()
 
 
 def other_live_process(folder: Path) -> int | None:
@@ -140,7 +146,7 @@ def may_be_alive(folder: Path) -> bool:
     if record is None:
         return False
     if not _is_here(record):
-        return time.time() - folder.stat().st_mtime < _UNREACHABLE_SECONDS
+        return _age(folder) < _UNREACHABLE_SECONDS
     return _live_local_pid(record) is not None
 
 

@@ -14,7 +14,7 @@ import torch
 
 from pixelrag.config.rag import RagConfig
 from pixelrag.data.passages import PassageStore
-from pixelrag.distributed.collectives import from_main
+from pixelrag.distributed.collectives import from_main, told_by_main
 from pixelrag.distributed.env import World
 from pixelrag.distributed.hosts import gather_on_host
 from pixelrag.distributed.interrupt import Interrupted
@@ -157,7 +157,9 @@ class KnowledgeBase:
             self._hand_over(step, self._unhindered | used_again)
             if not self.switch.settle(step):
                 reason = from_main(lambda: self._refresher.status.reason)
-                raise IndexError_(f"the first generation of the index cannot be made: {reason}")
+                raise told_by_main(
+                    IndexError_(f"the first generation of the index cannot be made: {reason}")
+                )
             return
         # The snapshot of this very step is taken after its checkpoint: it will be taken anew.
         from_main(lambda: self._refresher.resume(step - 1))

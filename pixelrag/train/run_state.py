@@ -61,6 +61,7 @@ _ADAPTABLE = (
     "batch.global_batch_size",
     "data.num_workers",
     "data.prefetch_factor",
+    "data.worker_timeout_seconds",
     "data.eval",
 )
 # What loads or speaks differently, but computes the same.
@@ -70,6 +71,7 @@ _SILENT = (
     "batch.global_batch_size",
     "data.num_workers",
     "data.prefetch_factor",
+    "data.worker_timeout_seconds",
 )
 
 

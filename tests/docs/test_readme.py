@@ -91,7 +91,8 @@ def test_every_command_line_names_what_exists():
         for word in job[1:]:
             if word.startswith("--"):
                 name = word[2:]
-                assert name in options or name in SHORTCUTS or name in ("config", "help"), word
+                own = COMMANDS[job[0]].own if job[0] in COMMANDS else ()
+                assert name in options | {*SHORTCUTS, *own, "config", "help"}, word
 
 
 def test_every_file_that_is_named_exists():

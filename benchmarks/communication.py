@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,14 @@ import torch
 from transformers import BertConfig, BertModel
 
 from benchmarks import common, netns
-from pixelrag.distributed.counting import CollectiveCounter
+from pixelrag.bench.engine import Counted, make_chunks, make_step, summarise
+from pixelrag.bench.memory import MIB
+from pixelrag.bench.models import adamw
+from pixelrag.bench.timing import Spread, Taken, interleaved
+from pixelrag.config.bench import EngineWork
 from pixelrag.distributed.env import World, process_group
 from pixelrag.distributed.spawn import run_workers
 from pixelrag.engine import build_engine
-from pixelrag.gradcache import gradcache_step
 from pixelrag.models import Embedder
 from pixelrag.models.biencoder import BiEncoder
 
@@ -96,94 +99,28 @@ def measure(world: World, payload: dict[str, Any]) -> dict[str, Any]:
             ``steps`` (measured), and ``interface`` (whose sent bytes to read, or None).
 
     Returns:
-        ``seconds`` and ``cpu_seconds`` of each measured step, ``sent_mib`` a step as the kernel
-        counted it, and ``counted``: what one further step issued.
+        ``wall`` and ``cpu``, seconds of each measured step, and ``figures``: ``sent_mib`` a step as
+        the kernel counted it, and what one further step issued.
     """
     case = Case(**payload["case"])
-    module = small_bert()
-    engine = _engine(case, module)
-    queries = _chunks(payload["chunks"] // 2, seed=2 * world.rank)
-    documents = _chunks(payload["chunks"] // 2, seed=2 * world.rank + 1)
-    positive_B = torch.arange(ROWS * len(queries))
-
-    def step() -> None:
-        gradcache_step(engine, queries, documents, positive_B)
-        engine.step(common.MAX_NORM)
-
+    engine = _engine(case, small_bert())
+    sizes = EngineWork(chunks=payload["chunks"], rows=ROWS, tokens=TOKENS)
+    sides = [
+        make_chunks(sizes, VOCABULARY, 2 * world.rank + side, torch.device("cpu"))
+        for side in (0, 1)
+    ]
+    step = make_step(engine, *sides)
     for _ in range(payload["warmup"]):
         step()
     sent = _sent(payload["interface"])
-    taken = common.interleaved({"step": step}, rounds=payload["steps"], warmup=0)["step"]
+    taken = interleaved({"": step}, rounds=payload["steps"], warmup=0)[""]
     sent = _sent(payload["interface"]) - sent
-    counted = _Counted(engine)
-    gradcache_step(counted, queries, documents, positive_B)
-    counted.step(common.MAX_NORM)
-    return {
-        "seconds": taken.wall,
-        "cpu_seconds": taken.cpu,
-        "sent_mib": sent / max(1, payload["steps"]) / common.MIB,
-        "counted": summarise(counted, world.world_size),
-    }
-
-
-class _Counted:
-    """An engine whose own collectives are counted, and not those of the embeddings around it.
-
-    Attributes:
-        everything: all that the engine issued.
-        backward_only: the part of it that reduces gradients, and not their norms.
-    """
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self.everything = CollectiveCounter()
-        self.backward_only = CollectiveCounter()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def __call__(self, role: str, **batch: Any) -> Any:
-        with self.everything:
-            return self._engine(role, **batch)
-
-    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
-        with self.everything, self.backward_only:
-            self._engine.backward(loss, last=last)
-
-    def step(self, max_norm: float | None) -> None:
-        with self.everything:
-            self._engine.step(max_norm)
-
-
-def summarise(counted: _Counted, world_size: int) -> dict[str, Any]:
-    """What an engine's collectives moved in one step.
-
-    Returns:
-        ``gathers`` and ``reductions`` (calls; of gradients, not of scalars), ``gathered_mib`` and
-        ``reduced_mib`` (sizes of the whole tensors), ``wire_mib`` (what a rank must send for
-        them: a gather or reduce-scatter of a whole of P bytes costs P (W-1)/W, an all-reduce
-        twice that) and ``by_name`` (all calls).
-    """
-    everything, backward = counted.everything, counted.backward_only
-    # The counter adds up both buffers, a whole and a shard of it.
-    whole = world_size / (world_size + 1)
-    gathers = {name: n for name, n in everything.calls.items() if "gather" in name}
-    gathered = sum(everything.bytes[name] for name in gathers) * whole / common.MIB
-    scattered = all_reduced = 0.0
-    for name, size in backward.bytes.items():
-        if "reduce_scatter" in name:
-            scattered += size * whole / common.MIB
-        elif "reduce" in name:
-            all_reduced += size / common.MIB
-    share = (world_size - 1) / world_size
-    return {
-        "gathers": sum(gathers.values()),
-        "gathered_mib": round(gathered, 2),
-        "reductions": backward.gradient_reductions,
-        "reduced_mib": round(scattered + all_reduced, 2),
-        "wire_mib": round((gathered + scattered + 2 * all_reduced) * share, 2),
-        "by_name": dict(everything.calls),
-    }
+    counted = Counted(engine)
+    make_step(counted, *sides)()
+    figures = summarise(counted, world.world_size)
+    if payload["interface"]:
+        figures["sent_mib"] = round(sent / max(1, payload["steps"]) / MIB, 2)
+    return {**asdict(taken), "figures": figures}
 
 
 def _engine(case: Case, module: BiEncoder) -> Any:
@@ -192,28 +129,16 @@ def _engine(case: Case, module: BiEncoder) -> Any:
         from benchmarks.stock import StockFSDP2, StockZero3
 
         kind = {"zero3": StockZero3, "fsdp2": StockFSDP2}[case.engine]
-        return kind(module, common.adamw, blocks)
+        return kind(module, adamw, blocks)
     return build_engine(
         module,
-        common.adamw,
+        adamw,
         name=case.engine,
         device=torch.device("cpu"),
         blocks=blocks,
         grad_sync=case.grad_sync,
         params=case.params,
     )
-
-
-def _chunks(count: int, *, seed: int) -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    mask_BT = torch.ones(ROWS, TOKENS, dtype=torch.int64)
-    return [
-        {
-            "input_ids": torch.randint(VOCABULARY, (ROWS, TOKENS), generator=generator),
-            "attention_mask": mask_BT,
-        }
-        for _ in range(count)
-    ]
 
 
 def _sent(interface: str | None) -> int:
@@ -295,34 +220,18 @@ def worker(payload: dict[str, Any]) -> None:
     os._exit(0)
 
 
-def row_of(case: Case, result: dict[str, Any]) -> dict[str, Any]:
-    """A case's line in the results."""
-    row = {"kind": "case", **asdict(case), **result["counted"]}
-    if result["seconds"]:
-        row |= {
-            "seconds": common.spread(result["seconds"]),
-            "cpu_seconds": common.spread(result["cpu_seconds"]),
-            "steps": len(result["seconds"]),
-            "sent_mib": round(result["sent_mib"], 2),
-        }
-    return row
-
-
-def speed_ups(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def speed_ups(seconds: Mapping[Case, float]) -> dict[Case, dict[str, float]]:
     """How many times faster each deferred + resident case is than each that defers nothing."""
-    timed = {(r["engine"], r["grad_sync"], r["params"]): r["seconds"]["p50"] for r in rows}
-    fast = {key: s for key, s in timed.items() if key[1:] == ("deferred", "resident")}
-    slow = {k: s for k, s in timed.items() if k[1] == "stock" or k[1:] == ("per_chunk", "sharded")}
-    return [
-        {
-            "kind": "speed-up",
-            "fast": " ".join(quick),
-            "slow": " ".join(lazy),
-            "times": round(slow[lazy] / fast[quick], 2),
-        }
-        for quick in fast
-        for lazy in slow
+    fast = [c for c in seconds if (c.grad_sync, c.params) == ("deferred", "resident")]
+    slow = [
+        c
+        for c in seconds
+        if c.grad_sync == "stock" or (c.grad_sync, c.params) == ("per_chunk", "sharded")
     ]
+    return {
+        quick: {f"times_faster_than {lazy.name}": seconds[lazy] / seconds[quick] for lazy in slow}
+        for quick in fast
+    }
 
 
 def _chosen(cases: Sequence[Case], names: Sequence[str] | None) -> list[Case]:
@@ -339,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rate-mbit", type=int, default=400, help="what a host may send")
     names = [case.name for case in ALL]
     parser.add_argument("--only", nargs="+", choices=names, metavar="CASE", help=f"of {names}")
-    parser.add_argument("--output", type=Path, help="JSONL file to write")
+    common.add_output(parser)
     parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.worker is not None:
@@ -349,12 +258,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     lacking = None if arguments.count else netns.missing_requirement()
     if lacking:
         parser.error(f"{lacking}; --count needs none of this")
-    results = common.Results(arguments.output, 1, ["benchmarks.communication", *sys.argv[1:]])
-    size = sum(p.numel() for p in small_bert().parameters()) * 4 / common.MIB
-    settings = {"parameters_mib": round(size, 2), "chunks": arguments.chunks, "ranks": WORLD_SIZE}
+    results = common.Results("communication", arguments, 1)
     payload = {"chunks": arguments.chunks, "warmup": 2, "steps": 0, "interface": None}
     if arguments.count:
-        results.add({"kind": "workload", **settings})
         for case in _chosen(ALL, arguments.only):
             result = run_workers(
                 "benchmarks.communication:measure",
@@ -362,21 +268,21 @@ def main(argv: Sequence[str] | None = None) -> None:
                 nproc=WORLD_SIZE,
                 device="cpu",
             )[0]
-            results.add(row_of(case, result))
+            results.add(asdict(case), figures=result["figures"])
         return
     # So that the namespaces go even where a supervisor ends this process.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    results.add({"kind": "workload", **settings, "rate_mbit": arguments.rate_mbit})
     payload |= {"warmup": arguments.warmup, "steps": arguments.steps, "interface": "eth0"}
-    rows = []
+    found: dict[Case, dict[str, Any]] = {}
     for case in _chosen(ALL if arguments.only else TIMED, arguments.only):
         with netns.hosts(WORLD_SIZE, rate_mbit=arguments.rate_mbit) as hosts:
             case_payload = payload | {"case": asdict(case)}
-            result = run_on_hosts(hosts, case_payload, timeout_seconds=300)
-        rows.append(row_of(case, result))
-        results.add(rows[-1])
-    for row in speed_ups(rows):
-        results.add(row)
+            found[case] = run_on_hosts(hosts, case_payload, timeout_seconds=300)
+        print(f"{case.name}: {Spread.of(found[case]['wall'])} s", flush=True)
+    gains = speed_ups({case: Spread.of(result["wall"]).p50 for case, result in found.items()})
+    for case, result in found.items():
+        figures = result["figures"] | {k: round(v, 2) for k, v in gains.get(case, {}).items()}
+        results.add(asdict(case), Taken(result["wall"], result["cpu"]), figures)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Tokens a second of whole distillation steps, packed rows against one chat a row.
 
-    python -m benchmarks.packing --output benchmarks/results/packing-4x1536.jsonl
+    python -m benchmarks.packing --title 4x1536 --output benchmarks/results
 
 The job is `pixelrag distill` itself, from chats to optimizer step: SmolLM2-135M-Instruct teaches
 a student of its own layers, on chats about the standard library. A chat has one turn or several,
@@ -62,32 +62,33 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--full-steps", type=int, default=1, help="steps of plain-full (1)")
     parser.add_argument("--layers", type=int, default=6, help="the student's layers (6)")
     parser.add_argument("--threads", type=int, default=1, help="of the process (1)")
-    parser.add_argument("--output", type=Path, help="JSONL file to write")
+    common.add_output(parser)
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
     options = parse(argv)
-    command = ["benchmarks.packing", *(sys.argv[1:] if argv is None else argv)]
-    results = common.Results(options.output, options.threads, command)
+    results = common.Results("packing", options, options.threads)
     found: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         train = Path(folder) / "train.jsonl"
         long_tailed(build_chats(Path(folder) / "chats").train_path, train)
-        results.add({"kind": "data", "chats": options.chats, "of": spread(train, options.chats)})
-        for name in WAYS:
-            figures = found[name] = _run(Path(folder) / name, train, name, options)
-            if name == "plain-full":
+        spread(train, options.chats)
+        for way in WAYS:
+            figures = found[way] = _run(Path(folder) / way, train, way, options)
+            if way == "plain-full":
                 # Its few steps cost what all would cost; the tokens are those of all steps.
                 tokens = found["unpacked"]["tokens_per_second"] * found["unpacked"]["step_seconds"]
                 figures["tokens_per_second"] = tokens / figures["step_seconds"]
-            results.add({"kind": "run", "way": name, **figures})
-    rates = {name: figures["tokens_per_second"] for name, figures in found.items()}
-    ratios = {f"packed_over_{n}": round(rates["packed"] / rates[n], 3) for n in list(WAYS)[1:]}
-    results.add(
-        {"kind": "summary", "row_length": options.row_length, "rows": options.rows, **ratios}
-    )
+    packed = found["packed"]["tokens_per_second"]
+    for way, figures in found.items():
+        rate, peak = figures.pop("tokens_per_second"), figures.pop("peak_gib")
+        case = {"way": way, "rows": options.rows, "row_length": options.row_length}
+        results.add(
+            case, figures={**figures, "packed_over_this": round(packed / rate, 3)},
+            tokens_per_second=float(f"{rate:.4g}"), peak_mib=round(1024 * peak),
+        )  # fmt: skip
     return 0
 
 

@@ -10,7 +10,6 @@ run logs as `checkpoint/stall_seconds` and `checkpoint/write_seconds`.
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +19,9 @@ import torch
 from transformers import BertConfig, BertModel
 
 from benchmarks import common
+from pixelrag.bench.memory import MIB
+from pixelrag.bench.models import MAX_NORM, adamw
+from pixelrag.bench.timing import Spread
 from pixelrag.config.base import load
 from pixelrag.config.contrastive import ContrastiveConfig
 from pixelrag.distributed.env import World
@@ -59,12 +61,12 @@ def measure(world: World, payload: dict[str, Any]) -> list[dict[str, Any]]:
     module = bert(payload["hidden_size"], payload["num_layers"])
     blocks = module.encoder.blocks()
     engine = build_engine(
-        module, common.adamw, name=payload["engine"], device=torch.device("cpu"), blocks=blocks
+        module, adamw, name=payload["engine"], device=torch.device("cpu"), blocks=blocks
     )
     ids_BT = torch.arange(32).view(4, 8)
     batch = {"input_ids": ids_BT, "attention_mask": torch.ones_like(ids_BT)}
     gradcache_step(engine, [batch], [batch], torch.arange(4))
-    engine.step(common.MAX_NORM)  # AdamW has its moments
+    engine.step(MAX_NORM)  # AdamW has its moments
     taken = {
         kind: _save(engine, kind == "async", payload) for kind in ("sync", "async")
     }  # the first of each is not measured
@@ -74,9 +76,8 @@ def measure(world: World, payload: dict[str, Any]) -> list[dict[str, Any]]:
                 taken[kind].setdefault(name, []).append(seconds)
     return [
         {
-            "engine": payload["engine"],
-            "save": kind,
-            **{name: common.spread(seconds) for name, seconds in found.items()},
+            "case": {"engine": payload["engine"], "save": kind},
+            "taken": found,
         }
         for kind, found in taken.items()
     ]
@@ -101,13 +102,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--num-layers", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=5, help="measured saves of each kind")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
-    parser.add_argument("--output", type=Path, help="JSONL file to write")
+    common.add_output(parser)
     arguments = parser.parse_args(argv)
-    results = common.Results(arguments.output, 1, ["benchmarks.save_stall", *sys.argv[1:]])
+    results = common.Results("save_stall", arguments, 1)
     sizes = {"hidden_size": arguments.hidden_size, "num_layers": arguments.num_layers}
     numbers = sum(p.numel() for p in bert(**sizes).parameters())
-    state_mib = round(12 * numbers / common.MIB, 1)
-    results.add({"kind": "workload", **sizes, "state_mib": state_mib, "ranks": WORLD_SIZE})
+    state_mib = round(12 * numbers / MIB, 1)
     for engine in arguments.engines:
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
             payload = {"engine": engine, "rounds": arguments.rounds, "folder": folder, **sizes}
@@ -115,7 +115,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                 "benchmarks.save_stall:measure", payload, nproc=WORLD_SIZE, device="cpu"
             )[0]
         for row in rows:
-            results.add({"kind": "case", **row})
+            stall = row["taken"]["stall_seconds"]
+            figures = {"write_seconds": Spread.of(row["taken"]["write_seconds"]).p50}
+            figures |= {"state_mib": state_mib, "ranks": WORLD_SIZE}
+            results.add(row["case"], seconds=Spread.of(stall), repeats=len(stall), figures=figures)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The contrastive loss in tiles beside the loss over the whole matrix: time, memory, difference.
 
-    python -m benchmarks.tiled_loss --output benchmarks/results/tiled_loss.jsonl
+    python -m benchmarks.tiled_loss --output benchmarks/results
 
 Time: loss and gradients by queries, documents and temperature (and bias), `tiled` in turns with
 `plain`, which holds the whole matrix and goes backward by autograd, the way that others compute it.
@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from benchmarks import common
+from pixelrag.bench.cases import peak_of
+from pixelrag.bench.memory import MIB
+from pixelrag.bench.timing import interleaved, ratios
 from pixelrag.losses.contrastive import Objective, contrastive_loss, whole_batch
 
 LOSSES = ("infonce", "siglip")
@@ -78,13 +79,12 @@ def measure_memory(batch: int, dim: int) -> dict[str, Any]:
     """In this process: what one loss and its gradients add to the embeddings."""
     gradients(tiled, make_leaves(64, dim), "infonce")  # autograd's threads, the kernels' memory
     x = make_leaves(batch, dim)
-    common.reset_peak()
-    before, start = common.resident_mib(), time.perf_counter()
-    gradients(tiled, x, "infonce")
+    start = time.perf_counter()
+    held = peak_of(lambda: gradients(tiled, x, "infonce"), torch.device("cpu"))
     return {
-        "added_mib": round(common.peak_mib() - before),
-        "embeddings_mib": round(2 * batch * dim * 4 / common.MIB),
-        "matrix_mib": round(batch * batch * 4 / common.MIB),
+        **held,
+        "embeddings_mib": round(2 * batch * dim * 4 / MIB),
+        "matrix_mib": round(batch * batch * 4 / MIB),
         "seconds": round(time.perf_counter() - start, 1),
     }
 
@@ -97,7 +97,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--memory-batch", type=int, default=65_536, help="0: no memory")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--output", type=Path, help="JSONL file to write")
+    common.add_output(parser)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
@@ -109,32 +109,28 @@ def main(argv: list[str] | None = None) -> int:
     if options.worker:
         print(json.dumps(measure_memory(options.memory_batch, options.dim)))
         return 0
-    command = ["benchmarks.tiled_loss", *(sys.argv[1:] if argv is None else argv)]
-    results = common.Results(options.output, options.threads, command)
+    results = common.Results("tiled_loss", options, options.threads)
     x = make_leaves(options.batch, options.dim)
+    sizes = {"batch": options.batch, "dim": options.dim}
     for name in LOSSES:
         ways = {way.__name__: lambda w=way, n=name: gradients(w, x, n) for way in (tiled, plain)}
-        taken = common.interleaved(ways, rounds=options.rounds, warmup=1)
-        difference = {k: float(f"{v:.2g}") for k, v in compare(x, name).items()}
+        taken = interleaved(ways, rounds=options.rounds, warmup=1)
+        difference = compare(x, name)
         for way, times in taken.items():
-            results.add(
-                {
-                    "kind": "time",
-                    "loss": name,
-                    "way": way,
-                    "batch": options.batch,
-                    "dim": options.dim,
-                    "seconds": common.spread(times.wall),
-                    "cpu_seconds": common.spread(times.cpu),
-                    "tiled_over_this": common.ratios(taken["tiled"], times),
-                }
-            )
-        results.add({"kind": "difference", "loss": name, "batch": options.batch, **difference})
+            figures = {
+                "tiled_over_this": ratios(taken["tiled"].wall, times.wall).p50,
+                "tiled_over_this_cpu": ratios(taken["tiled"].cpu, times.cpu).p50,
+            }
+            if way == "tiled":
+                figures |= difference
+            results.add({"loss": name, "way": way, **sizes}, times, figures)
     if options.memory_batch:
-        sizes = [f"--memory-batch={options.memory_batch}", f"--dim={options.dim}"]
-        arguments = ["--worker", *sizes, f"--threads={options.threads}"]
+        flags = [f"--memory-batch={options.memory_batch}", f"--dim={options.dim}"]
+        arguments = ["--worker", *flags, f"--threads={options.threads}"]
         found = common.fresh_process("benchmarks.tiled_loss", arguments)
-        results.add({"kind": "memory", "batch": options.memory_batch, "dim": options.dim, **found})
+        held = {key: found.pop(key) for key in ("added_mib", "peak_mib")}
+        case = {"loss": "infonce", "memory of batch": options.memory_batch, "dim": options.dim}
+        results.add(case, figures=found, **held)
     return 0
 
 

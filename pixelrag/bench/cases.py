@@ -16,7 +16,7 @@ import torch
 from pixelrag.bench import memory
 from pixelrag.bench.machine import device_name, known_device, roofline
 from pixelrag.bench.rows import Case, Row, name_of
-from pixelrag.bench.timing import Spread, Taken, interleaved
+from pixelrag.bench.timing import Spread, Taken, interleaved, ratios
 from pixelrag.config.bench import BenchRun, SuiteConfig
 from pixelrag.distributed.env import process_group
 from pixelrag.errors import EngineError
@@ -60,7 +60,12 @@ def ready_to_compute(run: BenchRun) -> Iterator[torch.device]:
 
 
 def measure_in_turns(
-    suite: str, prepare: Prepare, config: SuiteConfig, cases: Sequence[Case]
+    suite: str,
+    prepare: Prepare,
+    config: SuiteConfig,
+    cases: Sequence[Case],
+    *,
+    compare: bool = False,
 ) -> Iterator[Row]:
     """Measure cases that are to be compared with one another.
 
@@ -69,6 +74,7 @@ def measure_in_turns(
         prepare: makes cases ready, those of one call together.
         config: the suite's.
         cases: what to measure.
+        compare: give each row the ratio of the first case's time to its own, in each round.
     """
     run = config.run
     with ready_to_compute(run) as device:
@@ -86,7 +92,10 @@ def measure_in_turns(
             if isinstance(made, Skipped):
                 rows.append(Row(suite, case, skipped=str(made)))
             else:
-                rows.append(row_of(suite, case, made, taken[name_of(case)], device))
+                row = row_of(suite, case, made, taken[name_of(case)], device)
+                ours = taken.get(name_of(cases[0])) if compare else None
+                figures = {} if ours is None else _ratios(ours, taken[name_of(case)])
+                rows.append(replace(row, figures={**row.figures, **figures}))
         if run.memory and device.type == "cuda":
             # The allocator counts exactly; a process for each case would take ten seconds to start.
             added = {name: peak_of(made.step, device)["added_mib"] for name, made in ready.items()}
@@ -136,6 +145,14 @@ def row_of(suite: str, case: Case, made: Ready, taken: Taken, device: torch.devi
         bound_by=bound.by,
         figures={name: float(f"{value:.4g}") for name, value in made.figures().items()},
     )
+
+
+def _ratios(ours: Taken, taken: Taken) -> dict[str, float]:
+    """Of the first case's time to another's: medians of the rounds' ratios."""
+    return {
+        "ours_over_this": ratios(ours.wall, taken.wall).p50,
+        "ours_over_this_cpu": ratios(ours.cpu, taken.cpu).p50,
+    }
 
 
 def _rounded(amount: int | None, rate: float) -> float | None:

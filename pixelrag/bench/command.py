@@ -91,13 +91,13 @@ def _run(plan: Plan, folder: Path, command: str, *, dry: bool) -> None:
     for group in groups:
         for row in measure(plan.config, group):
             rows.append(replace(row, run=run))
-            say(_line(row))
+            say(line_of(row))
             # What is measured is kept, whatever becomes of the rest.
             write_rows(folder, title, rows)
     say(f"{folder / title}.jsonl: {len(rows)} rows")
 
 
-def _line(row: Row) -> str:
+def line_of(row: Row) -> str:
     """What a terminal shows of a row."""
     said = [f"{row.suite}  {row.name}"]
     if row.skipped:

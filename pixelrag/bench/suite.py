@@ -60,6 +60,7 @@ SUITES = {
     "rag-refresh": Suite("RefreshConfig", "rag_refresh"),
     "data": Suite("DataConfig", "data"),
     "attention": Suite("AttentionConfig", "attention"),
+    "peers": Suite("PeersConfig", "peers"),
 }
 
 

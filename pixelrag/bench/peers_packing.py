@@ -1,7 +1,7 @@
 """Samples to rows: ours (first-fit decreasing) and TRL's pack_dataset (best-fit decreasing).
 
 TRL copies tokens into rows as it packs. Ours plans rows (`pixelrag-plan`) and lays out each when
-its batch is made, with labels, positions and bounds of documents; `pixelrag` does both for all rows.
+its batch is made, with labels, positions and bounds of documents; `pixelrag` does all of both.
 """
 
 from __future__ import annotations

@@ -103,6 +103,7 @@ COMMANDS = {
         {
             "output": "JSON file to write, with what is measured of every query",
             "answers": "folder for answers and their passages, JSONL and an HTML page (rag only)",
+            "samples": "distill: HTML page to write, prompts with what student and teacher write",
             "baseline": "retrievers: model, or JSON file of --output, to compare with (paired)",
             "gallery": "retrievers: HTML page to write, queries and what was found, worst first",
             "run_file": "retrievers: TREC run to write, the first 100 documents of each query",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from torch import nn
 from pixelrag.config.distill_parts import KDLossConfig
 from pixelrag.losses.kd import Head, Logits, Lora, Objective, Projected, distill_loss
 from pixelrag.models.causal import CausalLM, head_logits
+from pixelrag.models.greedy import write_greedily
 from pixelrag.models.rows import Rows
 from pixelrag.models.teacher import Answer
 
@@ -71,30 +73,36 @@ class DistillModel(nn.Module):
         self,
         role: str,
         *,
-        rows: Rows,
+        rows: Rows | None = None,
         supervision: Supervision | None = None,
         count_top1: bool = False,
-    ) -> LossTerms | torch.Tensor:
+        writing: Mapping[str, Any] | None = None,
+    ) -> LossTerms | torch.Tensor | list[list[int]]:
         """Run one pass.
 
         Args:
             role: `student`: the loss; `logits`: logits [B, T, V] by the lent head; `whole`: by the
-                model's own forward.
+                model's own forward; `write`: tokens behind prompts, by `write_greedily`.
             rows: the tokens, on the student's device.
             supervision: what is to be learned; for `student`. It is no tensor, so that engines
                 leave the teacher's precision as it is.
             count_top1: count the tokens on which both models agree.
+            writing: arguments of `write_greedily`, for `write`.
 
         Returns:
-            `LossTerms`, or logits.
+            `LossTerms`, logits, or tokens.
         """
+        if role == "write" and writing is not None:
+            return write_greedily(self.student, **writing)
+        if rows is None:
+            raise ValueError(f"role {role}: got no rows")
         if role == "whole":
             return self.student.logits(rows)
         if role == "logits":
             return self._logits(rows)
         if role != "student" or supervision is None:
             raise ValueError(
-                f"role: got {role!r}, expected student (with supervision), logits, whole"
+                f"role: got {role!r}, expected student (with supervision), logits, whole, write"
             )
         if self._config.implementation == "logits":
             logits_TV = self.student.logits(rows).flatten(0, 1)

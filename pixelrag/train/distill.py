@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from pixelrag.distributed.collectives import from_main, sum_over_ranks
 from pixelrag.distributed.env import World
 from pixelrag.distributed.together import together
 from pixelrag.engine import Engine
+from pixelrag.evaluate.sample_sheet import WrittenSample
 from pixelrag.export.causal import export_causal
 from pixelrag.models.causal import CausalLM, uncompiled
 from pixelrag.models.causal_load import load_student, load_tokenizer, student_source
@@ -29,6 +31,7 @@ from pixelrag.train.distill_batch import Lesson
 from pixelrag.train.distill_data import DistillData, open_data
 from pixelrag.train.distill_eval import DistillEvaluator
 from pixelrag.train.distill_models import Contract, agree_on_models, open_teacher
+from pixelrag.train.distill_samples import write_samples
 from pixelrag.train.flops import ModelShape, peak_of
 from pixelrag.train.job import (
     checkpoint_of,
@@ -79,8 +82,22 @@ def train(config: DistillConfig, world: World, stop: StopRequest | None = None) 
         task.close()
 
 
-def evaluate(config: DistillConfig, world: World) -> dict[str, float]:
-    """Measure the student against the teacher on what is held out; a collective."""
+@dataclass(frozen=True, slots=True)
+class DistillEvaluation:
+    """What was measured, and what was written for a person to read."""
+
+    figures: dict[str, float]
+    samples: list[WrittenSample]
+
+
+def evaluate(config: DistillConfig, world: World, *, writes: bool = False) -> DistillEvaluation:
+    """Measure the student against the teacher on what is held out; a collective.
+
+    Args:
+        config: the job's.
+        world: this process's place.
+        writes: let both go on with a few held-out prompts.
+    """
     tokenizer, contract, data = _before_weights(config, world)
     container = build_container(config, world, contract)
     engine = engine_for(config, world, container, container.student.blocks())
@@ -90,7 +107,9 @@ def evaluate(config: DistillConfig, world: World) -> dict[str, float]:
         evaluator = DistillEvaluator(
             data.held_out, tokenizer.pad_token_id, config.eval.batch_size, world
         )
-        return evaluator(engine, teacher)
+        figures = evaluator(engine, teacher)
+        samples = write_samples(engine, teacher, tokenizer, data.held_out) if writes else []
+        return DistillEvaluation(figures, samples)
     finally:
         teacher.close()
 

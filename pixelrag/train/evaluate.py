@@ -37,6 +37,7 @@ from pixelrag.evaluate.compare import (
 from pixelrag.evaluate.gallery import gallery_page, gallery_rows
 from pixelrag.evaluate.retriever import RetrieverEvaluation
 from pixelrag.evaluate.runs import qrels_text, run_text
+from pixelrag.evaluate.sample_sheet import WrittenSample, sample_sheet
 from pixelrag.losses.temperature import scale_and_bias
 from pixelrag.models.biencoder import BiEncoder
 from pixelrag.models.source import resolve_source, saved_settings
@@ -60,6 +61,7 @@ def main(config: ContrastiveConfig | DistillConfig | RagConfig, own: Mapping[str
     Args:
         config: a training configuration; what concerns training is not used.
         own: ``output``: a JSON file to write, with every query's metrics, for paired tests;
+            ``samples``: of a student, an HTML page of what it writes;
             ``answers``: a folder to write a RAG model's answers to, with their passages; for
             retrievers ``run_file`` and ``qrels_file``, TREC files to write, ``gallery``, an HTML
             page of queries and what was found, and ``baseline``, what to compare with: a model, or
@@ -72,7 +74,8 @@ def main(config: ContrastiveConfig | DistillConfig | RagConfig, own: Mapping[str
     _refuse(config, own)
     with world_of(config) as world:
         baseline = _baseline(config, own["baseline"], world) if "baseline" in own else None
-        measured = _measure(config, world, named=not own.keys().isdisjoint(_NAMES_DOCUMENTS))
+        named = not own.keys().isdisjoint(_NAMES_DOCUMENTS)
+        measured = _measure(config, world, named=named, writes="samples" in own)
         lines = _lines(measured)
         content = measured.content | {"data": list(config.data.eval or config.data.train)}
         if baseline is not None:
@@ -89,6 +92,10 @@ def main(config: ContrastiveConfig | DistillConfig | RagConfig, own: Mapping[str
             from_main(lambda: _write(qrels_text(measured.retriever.qrels), "qrels_file", own))
         if "gallery" in own:
             from_main(lambda: _write(_gallery(measured.retriever), "gallery", own))
+        if "samples" in own:
+            title = f"What {config.student.name_or_path} writes"
+            sheet = sample_sheet(measured.samples, measured.figures, title=title)
+            from_main(lambda: _write(sheet, "samples", own))
         if measured.rag is not None and "answers" in own:
             from_main(lambda: _show(measured.rag, Path(own["answers"])))
     return 0
@@ -104,6 +111,7 @@ class _Measured:
         sets: every query's figures, by the set of queries.
         values: what each figure is the mean of, by its name, where it is one.
         rag, retriever: the evaluation itself, of such a job.
+        samples: what a student wrote.
     """
 
     figures: dict[str, float]
@@ -112,6 +120,7 @@ class _Measured:
     values: dict[str, np.ndarray] = field(default_factory=dict)
     rag: RagEvaluation | None = None
     retriever: RetrieverEvaluation | None = None
+    samples: list[WrittenSample] = field(default_factory=list)
 
     @property
     def content(self) -> dict[str, Any]:
@@ -136,6 +145,8 @@ def _refuse(config: ContrastiveConfig | DistillConfig | RagConfig, own: Mapping[
             raise ConfigError(
                 f"{', '.join(asked)}: needs data.eval, and eval.retrieval true, to rank documents"
             )
+    if "samples" in own and not taught:
+        raise ConfigError("--samples: only a student writes samples; leave it out")
     if "answers" not in own:
         return
     if not isinstance(config, RagConfig):
@@ -163,7 +174,11 @@ def _baseline(config: ContrastiveConfig, baseline: str, world: World) -> dict[st
 
 
 def _measure(
-    config: ContrastiveConfig | DistillConfig | RagConfig, world: World, *, named: bool
+    config: ContrastiveConfig | DistillConfig | RagConfig,
+    world: World,
+    *,
+    named: bool,
+    writes: bool,
 ) -> _Measured:
     if isinstance(config, RagConfig):
         found = rag.evaluate(config, world)
@@ -181,7 +196,8 @@ def _measure(
     if isinstance(config, DistillConfig):
         names = (config.student.name_or_path, config.teacher.name_or_path)
         details = dict(zip(("model", "teacher"), names, strict=True))
-        return _Measured(distill.evaluate(config, world), details)
+        taught = distill.evaluate(config, world, writes=writes)
+        return _Measured(taught.figures, details, samples=taught.samples)
     found = evaluate(config, world, run_depth=RUN_DEPTH if named else 0)
     details: dict[str, Any] = {"model": config.model.name_or_path}
     if found.answers:

@@ -64,7 +64,7 @@ class Tiles:
 
     def __init__(self, images: Iterable[Path | None], largest: tuple[int, int]) -> None:
         self._names: dict[Path, tuple[str, str]] = {}
-        symbols = []
+        symbols: list[str] = []
         for image in dict.fromkeys(images):
             if image is not None:
                 name = f"tile-{len(symbols)}"

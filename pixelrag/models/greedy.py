@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,8 +50,9 @@ def write_greedily(
         ids_BT[row, width - len(prompt) :] = torch.tensor(prompt)
         mask_BT[row, width - len(prompt) :] = 1
     several = dist.is_initialized() and dist.get_world_size() > 1
+    base: Any = model.base_model
     with _with_cache(model):
-        tokens_BN = model.base_model.generate(
+        tokens_BN = base.generate(
             input_ids=ids_BT.to(device),
             attention_mask=mask_BT.to(device),
             generation_config=config,

@@ -38,9 +38,10 @@ def write_samples(
     # A chat's turn may end with another token than a text does.
     special = set(tokenizer.all_special_ids)
     ends = [tokenizer.eos_token_id, *(rest[-1] for rest in references if rest[-1] in special)]
-    options = {"ends": list(dict.fromkeys(ends)), "max_new_tokens": most}
+    options: dict[str, Any] = {"ends": list(dict.fromkeys(ends)), "max_new_tokens": most}
     with engine.inference():
-        fitting = _cut(prompts, longest_prompt(engine.module.student, most))
+        container: Any = engine.module
+        fitting = _cut(prompts, longest_prompt(container.student, most))
         student = engine("write", writing=options | {"prompts": fitting, "device": engine.device})
         by_teacher: list[list[int]] | None = None
         if isinstance(teacher, LiveTeacher):

@@ -197,12 +197,13 @@ class Loop:
     def _not_finite(self, step: int, what: str, suspects: list[str], ids: list[str]) -> None:
         self._saver.settle()
         named, batch = gather_ids(suspects), gather_ids(ids, most=32)
+        saved = self._saver.saved_step
+        last = f"checkpoint-{saved} is the last" if saved else "there is none of an earlier step"
         raise told_by_main(
             NonFiniteError(
                 f"step {step + 1}: the {what}; all ranks stop here, no checkpoint is written and "
-                f"checkpoint-{self._saver.saved_step} is the last. Rows that it comes from: "
-                f"{named}. Rows of the step: {batch}. Look at those rows, lower "
-                "optim.learning_rate, or use engine.precision fp32"
+                f"{last}. Rows that it comes from: {named}. Rows of the step: {batch}. Look at "
+                "those rows, lower optim.learning_rate, or use engine.precision fp32"
             )
         )
 

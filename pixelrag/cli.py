@@ -192,11 +192,11 @@ def strip_launcher_flags(argv: Sequence[str]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return the exit code; errors of the user's are told in one message."""
-    launched.adopt(os.environ)
     words = strip_launcher_flags(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
     try:
+        launched.adopt(os.environ)
         code = _run(words)
         sys.stdout.flush()  # a reader that went away must be noticed here, not at exit
         return code

@@ -75,6 +75,11 @@ def read_json(path: Path, *, finite: bool = True) -> Any:
     return parse_json(raw.removeprefix(BOM), finite=finite)
 
 
+def is_beside(name: object) -> bool:
+    """Whether a name out of a manifest is that of a file in the manifest's own folder."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\0"} & set(name)
+
+
 def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number")
 

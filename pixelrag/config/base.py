@@ -93,7 +93,7 @@ class JobConfig(BaseSettings, Section):
 
     @model_validator(mode="after")
     def _no_conflicts(self) -> Self:
-        if found := [*_secrets(self.model_dump(mode="json")), *self.conflicts()]:
+        if found := [*_unfit(self.model_dump(mode="json")), *self.conflicts()]:
             text = "; ".join(str(conflict) for conflict in found)
             raise PydanticCustomError("conflicts", "{text}", {"text": text, "conflicts": found})
         return self
@@ -229,12 +229,12 @@ def _without(values: Mapping[str, Any], bad: set[tuple[str, ...]]) -> dict[str, 
     return kept
 
 
-def _secrets(values: Any, path: tuple[str, ...] = ()) -> Iterator[Conflict]:
-    """URLs with a name or password: they would stand in config.yaml and in model cards."""
+def _unfit(values: Any, path: tuple[str, ...] = ()) -> Iterator[Conflict]:
+    """Texts with a NUL, and URLs with a password, which config.yaml and model cards would show."""
     if isinstance(values, Mapping | list):
         pairs = values.items() if isinstance(values, Mapping) else enumerate(values)
         for name, value in pairs:
-            yield from _secrets(value, path if isinstance(name, int) else (*path, name))
+            yield from _unfit(value, path if isinstance(name, int) else (*path, name))
     elif isinstance(values, str) and URL_USER.search(values):
         name = ".".join(path)
         yield Conflict(
@@ -242,6 +242,9 @@ def _secrets(values: Any, path: tuple[str, ...] = ()) -> Iterator[Conflict]:
             got=f"{name}: a URL with a name or password in it",
             remedy="take it out; credentials come from the environment or from ~/.netrc",
         )
+    elif isinstance(values, str) and "\0" in values:
+        name = ".".join(path)
+        yield Conflict((name,), got=f"{name}: a text with a NUL in it", remedy="take it out")
 
 
 def dump(config: JobConfig) -> str:

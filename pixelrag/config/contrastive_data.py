@@ -16,6 +16,8 @@ class DataConfig(DataFiles):
     """Held-out JSONL files of the same form, or folders with eval_hn.jsonl or else eval.jsonl."""
     bad_rows: Literal["error", "skip"] = "error"
     """error: refuse to start on a bad row; skip: train without it and say how many there are."""
+    image_roots: list[str] = Field(default_factory=list)
+    """Folders, beside those of the data files, in which images that rows name may lie; / = any."""
     num_hard_negatives: int | None = Field(None, ge=0)
     """Use at most this many hard negatives of a row; null = all."""
     retrieved_negatives: bool = False

@@ -26,6 +26,8 @@ class KnowledgeBaseConfig(Section):
     """Words or tokens that a passage shares with the one before it, at most."""
     dataset_split: str = Field("train", min_length=1)
     """Split of a Hugging Face data set."""
+    image_roots: list[str] = Field(default_factory=list)
+    """Folders, beside that of the source, in which images that it names may lie; / = any."""
     template: str = "{title}\n{text}"
     """What the document encoder reads of a passage with a title."""
 

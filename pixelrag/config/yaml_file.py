@@ -27,6 +27,9 @@ _WORDS = (
 )
 
 
+_MAX_CHARACTERS, _MAX_NODES = 1 << 20, 100_000
+
+
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012  # its class's own, as there
 
@@ -60,7 +63,8 @@ def read_yaml(path: Path) -> YamlFile:
     result = YamlFile()
     name = str(path)
     try:
-        text = path.read_text("utf-8-sig")
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            text = file.read(_MAX_CHARACTERS + 1)
     except OSError as error:
         result.problems.append(
             Problem("--config", f"got {name}, expected a readable YAML file ({error.strerror})")
@@ -71,9 +75,15 @@ def read_yaml(path: Path) -> YamlFile:
             Problem("--config", f"got {name}, expected UTF-8 (byte {error.start} is not)")
         )
         return result
-    loader = _Loader(text)
+    if len(text) > _MAX_CHARACTERS:
+        said = f"got {name}, expected at most {_MAX_CHARACTERS:,} characters"
+        result.problems.append(Problem("--config", said))
+        return result
+    loader = None
     try:
+        loader = _Loader(text)
         root = loader.get_single_node()
+        _refuse_blow_up(root)
         # Building the content merges `<<` into the nodes: what was written is noted before.
         if root is not None:
             _note_places(root, (), name, result)
@@ -89,8 +99,14 @@ def read_yaml(path: Path) -> YamlFile:
     except RecursionError:
         result.problems.append(Problem("--config", "no valid YAML: nested too deeply", name))
         return result
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        # What PyYAML lets through of values that their own tag or form makes impossible.
+        reason = str(error) or type(error).__name__
+        result.problems.append(Problem("--config", f"no valid YAML: {reason}", name))
+        return result
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
     if content is None:
         return result
     if not isinstance(content, dict):
@@ -101,6 +117,23 @@ def read_yaml(path: Path) -> YamlFile:
     # The names that are no text were reported; they can name no option.
     result.values = {key: value for key, value in content.items() if isinstance(key, str)}
     return result
+
+
+def _refuse_blow_up(root: yaml.Node | None) -> None:
+    """Refuse aliases that name themselves, or whose values, written out, would be endless."""
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node) -> int:
+        if id(node) not in sizes:
+            sizes[id(node)] = _MAX_NODES + 1  # what is met again within itself
+            parts = node.value if isinstance(node, yaml.CollectionNode) else []
+            if isinstance(node, yaml.MappingNode):
+                parts = [part for pair in parts for part in pair]
+            sizes[id(node)] = 1 + sum(map(size, parts))
+        return sizes[id(node)]
+
+    if root is not None and size(root) > _MAX_NODES:
+        raise ValueError(f"with its aliases written out it has more than {_MAX_NODES:,} values")
 
 
 def _note_places(node: yaml.Node, path: tuple[str, ...], name: str, result: YamlFile) -> None:
@@ -136,7 +169,7 @@ def parse_yaml_list(text: str) -> list[Any] | None:
     """Parse a flag's `[a, b]`; None where the text is no list."""
     try:
         value = yaml.load(text, _Loader)  # noqa: S506 - _Loader is a SafeLoader
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return value if isinstance(value, list) else None
 

@@ -154,11 +154,19 @@ def _cache_folder() -> Path:
     return Path(home) / "pixelrag" / "archives"
 
 
+class _Member(tarfile.TarInfo):
+    def _block(self, count: int) -> int:
+        # A negative size would have tarfile read the same header for ever (CVE-2025-8194).
+        if count < 0:
+            raise tarfile.InvalidHeaderError("a negative size")
+        return super()._block(count)
+
+
 def _scan(archive: Path, size: int) -> Members:
     """Read the headers of an archive; of members of one name the last counts, as for tar."""
     members: Members = {}
     try:
-        with tarfile.open(archive, "r:") as tar:
+        with tarfile.open(archive, "r:", tarinfo=_Member) as tar:
             for member in tar:
                 if not member.isreg() or member.issparse():
                     continue  # folders and links hold no bytes, sparse files not all of theirs
@@ -176,6 +184,6 @@ def _scan(archive: Path, size: int) -> Members:
             f"{archive} is no plain tar archive: {error}. Compressed archives cannot be read in "
             "place; decompress it to a .tar"
         ) from error
-    except (OSError, tarfile.TarError) as error:
+    except (OSError, tarfile.TarError, ValueError, OverflowError, MemoryError) as error:
         raise ArchiveError(f"{archive} cannot be read: {error}") from error
     return members

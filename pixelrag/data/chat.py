@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pixelrag.data.schema import RowError, kind_of, usable_text
+from pixelrag.json_text import parse_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -210,9 +211,9 @@ def _tool_calls(value: object, name: str, reasons: list[str]) -> list[dict[str, 
         arguments = function.get("arguments", {})
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments)
+                arguments = _parsed(arguments)
             except ValueError as error:
-                reasons.append(f"{name}[{index}].arguments is not valid JSON: {error}")
+                reasons.append(f"{name}[{index}].arguments: {error}")
                 continue
         if not isinstance(arguments, Mapping):
             reasons.append(f"{name}[{index}].arguments is an object, got {kind_of(arguments)}")
@@ -226,9 +227,9 @@ def _tool_calls(value: object, name: str, reasons: list[str]) -> list[dict[str, 
 def _tools(value: object, reasons: list[str]) -> list[dict[str, Any]]:
     if isinstance(value, str) and value:
         try:
-            value = json.loads(value)
+            value = _parsed(value)
         except ValueError as error:
-            reasons.append(f"tools is not valid JSON: {error}")
+            reasons.append(f"tools: {error}")
             return []
     if not value:
         return []
@@ -237,6 +238,10 @@ def _tools(value: object, reasons: list[str]) -> list[dict[str, Any]]:
         return []
     usable_text(_json(value), "tools", reasons)
     return [dict(tool) for tool in value]
+
+
+def _parsed(text: str) -> Any:
+    return parse_json(text.encode("utf-8"), one_line="\n" not in text)
 
 
 def _json(value: object) -> str:

@@ -15,12 +15,15 @@ from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
 
-from PIL import Image, ImageFile
+from PIL import Image, ImageFile, ImageOps
 
 from pixelrag.data.archives import ArchiveError, image_source
+from pixelrag.data.roots import Roots
 
 # A full-page screenshot of 1,280 x 20,000 has 26 million; decoded, this limit takes 200 MB.
 MAX_PIXELS = 50_000_000
+# Beyond this ratio of sides Qwen3-VL's own preprocessing gives up as well.
+MAX_ASPECT = 200
 # Formats that Pillow decodes by itself. EPS, for one, would start Ghostscript on the user's file.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 # Modes whose way to RGB is known to work; any other is tried.
@@ -70,7 +73,12 @@ def check_image(path: Path) -> str | None:
         with Image.open(source, formats=FORMATS) as image:
             if min(image.size) < 1:
                 return f"has no pixels ({image.width} x {image.height})"
+            if max(image.size) > MAX_ASPECT * min(image.size):
+                size = f"{image.width} x {image.height} pixels"
+                return f"has {size}, one side more than {MAX_ASPECT} times the other; cut it"
             image.load()
+            # As training does: broken EXIF data would stop it at this image.
+            ImageOps.exif_transpose(image, in_place=True)
             if image.mode not in _TO_RGB:
                 image.convert("RGB")
     except FileNotFoundError:
@@ -96,7 +104,11 @@ def check_image(path: Path) -> str | None:
 
 
 def check_images(
-    paths: Sequence[Path], progress: Progress | None = None, workers: int | None = None
+    paths: Sequence[Path],
+    progress: Progress | None = None,
+    workers: int | None = None,
+    *,
+    roots: Roots | None = None,
 ) -> dict[Path, str]:
     """Decode every image in parallel.
 
@@ -104,6 +116,7 @@ def check_images(
         paths: distinct paths.
         progress: told about every few images.
         workers: threads (default: one a core, at most 16).
+        roots: where images may lie; one that lies elsewhere is not opened. None: anywhere.
 
     Returns:
         What is wrong, for the broken images only.
@@ -116,7 +129,8 @@ def check_images(
     done = 0
     workers = workers or min(16, os.cpu_count() or 1)
     with strict_decoding(), ThreadPoolExecutor(workers, "pixelrag-images") as pool:
-        for block, reasons in zip(blocks, pool.map(_check_block, blocks), strict=True):
+        checked = pool.map(lambda block: _check_block(block, roots), blocks)
+        for block, reasons in zip(blocks, checked, strict=True):
             bad |= {path: reason for path, reason in zip(block, reasons, strict=True) if reason}
             done += len(block)
             if progress is not None:
@@ -124,8 +138,8 @@ def check_images(
     return bad
 
 
-def _check_block(paths: Sequence[Path]) -> list[str | None]:
-    return [check_image(path) for path in paths]
+def _check_block(paths: Sequence[Path], roots: Roots | None) -> list[str | None]:
+    return [(roots and roots.fault(path)) or check_image(path) for path in paths]
 
 
 def count_pixels(paths: Sequence[Path], workers: int | None = None) -> dict[Path, int]:

@@ -17,6 +17,7 @@ from typing import Literal
 
 from pixelrag.data.images import Progress, check_images
 from pixelrag.data.lines import BadRow, StrPath, file_labels, listing, parsed_lines
+from pixelrag.data.roots import Roots
 from pixelrag.data.schema import Document, PairRow, RowError, parse_corpus_entry, parse_row
 from pixelrag.errors import ConfigError, DataError
 
@@ -63,6 +64,7 @@ def check_files(
     *,
     num_hard_negatives: int | None = None,
     retrieved_negatives: bool = False,
+    image_roots: Sequence[str] = (),
 ) -> DataReport:
     """Read every row of every file and decode every image, in parallel, each distinct one once.
 
@@ -73,6 +75,7 @@ def check_files(
         num_hard_negatives: images of negatives beyond this many a row are not opened, as training
             will not use them (None = all are).
         retrieved_negatives: as for `PairDataset`.
+        image_roots: folders in which images may lie beside those of the files, see `Roots`.
 
     Returns:
         The report; bad rows do not raise.
@@ -81,7 +84,7 @@ def check_files(
         DataError: a file is missing, unreadable, a folder, or has no rows.
     """
     lines, fingerprint = _read(paths, num_hard_negatives, retrieved_negatives)
-    return _check(lines, fingerprint, progress, workers)
+    return _check(lines, fingerprint, Roots(names_of(paths), image_roots), progress, workers)
 
 
 class PairDataset:
@@ -92,7 +95,7 @@ class PairDataset:
         bad_rows: "error" refuses to start on a bad row, "skip" leaves bad rows out and says so.
         num_hard_negatives: at most this many negatives a row, the first ones (None = all).
         retrieved_negatives: rows of images that name no negatives have those of `retrieve_top20`.
-        progress, workers: as for `check_files`.
+        image_roots, progress, workers: as for `check_files`.
         report: what `check_files` said about the same files with the same cap, when it has run
             already (on rank 0, say, whose report the others get); then no image is opened here.
 
@@ -114,6 +117,7 @@ class PairDataset:
         num_hard_negatives: int | None = None,
         *,
         retrieved_negatives: bool = False,
+        image_roots: Sequence[str] = (),
         progress: Progress | None = None,
         workers: int | None = None,
         report: DataReport | None = None,
@@ -128,7 +132,7 @@ class PairDataset:
         names = names_of(paths)
         lines, fingerprint = _read(names, num_hard_negatives, retrieved_negatives)
         if report is None:
-            report = _check(lines, fingerprint, progress, workers)
+            report = _check(lines, fingerprint, Roots(names, image_roots), progress, workers)
         elif report.fingerprint != fingerprint:
             raise DataError(
                 f"{', '.join(names)}: not the data that was checked (got fingerprint "
@@ -177,7 +181,11 @@ def corpus_of(rows: Iterable[PairRow]) -> list[Document]:
 
 
 def load_corpus(
-    path: StrPath, progress: Progress | None = None, workers: int | None = None
+    path: StrPath,
+    progress: Progress | None = None,
+    workers: int | None = None,
+    *,
+    image_roots: Sequence[str] = (),
 ) -> dict[str, Document]:
     """Read a corpus: JSONL of `{"id": ..., "text": ...}` or `{"id": ..., "chunk_path": ...}`.
 
@@ -210,7 +218,8 @@ def load_corpus(
         distinct.setdefault(document.key, (identity, document))
         if document.image is not None:
             images.setdefault(document.image, line)
-    for image, reason in check_images(list(images), progress, workers).items():
+    roots = Roots([path], image_roots)
+    for image, reason in check_images(list(images), progress, workers, roots=roots).items():
         faults.append(BadRow(name, images[image], f"image {image} {reason}"))
     if faults:
         faults.sort(key=lambda fault: fault.line)
@@ -282,11 +291,15 @@ def _read(
 
 
 def _check(
-    lines: list[_Line], fingerprint: str, progress: Progress | None, workers: int | None
+    lines: list[_Line],
+    fingerprint: str,
+    roots: Roots,
+    progress: Progress | None,
+    workers: int | None,
 ) -> DataReport:
     """Decode the images that the lines need, and report."""
     images = dict.fromkeys(image for line in lines for image in line.images)
-    broken = check_images(list(images), progress, workers)
+    broken = check_images(list(images), progress, workers, roots=roots)
     bad: list[BadRow] = []
     documents: set[str] = set()
     for line in lines:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from pixelrag.data.images import Progress, check_images
 from pixelrag.data.passage_sources import Passage, PassageSource
 from pixelrag.data.passage_split import Spans, Splitter
+from pixelrag.data.roots import Roots
 from pixelrag.data.schema import RowError
 
 # Documents that are cut, and images that are decoded, at once.
@@ -83,8 +84,14 @@ class Scan:
                     continue
                 yield passage.id
 
-    def broken_images(self, progress: Progress | None = None) -> list[tuple[int, str]]:
+    def broken_images(
+        self, progress: Progress | None = None, image_roots: Sequence[str] = ()
+    ) -> list[tuple[int, str]]:
         """Decode every image, also those that bad documents name.
+
+        Args:
+            progress: told about every few thousand.
+            image_roots: folders in which images may lie beside that of the source.
 
         Returns:
             (line or row, what is wrong) of the broken ones.
@@ -98,11 +105,14 @@ class Scan:
                 if (image := self._source.read(position).image)
             ),
         )
+        roots = Roots(
+            [self._source.folder / "row"], image_roots, option="knowledge_base.image_roots"
+        )
         total = len(self._images_of_bad) + len(self._images) // 2
         faults: list[tuple[int, str]] = []
         done = 0
         for block in in_blocks(named, _IMAGE_BLOCK):
-            broken = check_images(list(dict.fromkeys(image for _, image in block)))
+            broken = check_images(list(dict.fromkeys(image for _, image in block)), roots=roots)
             faults += [
                 (n, f"image {image} {broken[image]}") for n, image in block if image in broken
             ]

@@ -56,6 +56,8 @@ class PassageSource(Protocol):
     """Documents in an order, read twice: all at once, and one by one later."""
 
     name: str
+    folder: Path
+    """Where relative paths of images start."""
 
     def scan(self) -> Iterator[tuple[int, Passage | RowError]]:
         """(line or row number, document or what is wrong with it), from the first to the last."""
@@ -95,6 +97,7 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         self.name = str(path)
         self._path = Path(os.path.abspath(path))
+        self.folder = self._path.parent
         self._starts = np.zeros(0, np.int64)
         self._numbers = np.zeros(0, np.int64)
         self._handle: int | None = None
@@ -160,7 +163,7 @@ class Tiles:
 
     def __init__(self, folder: Path) -> None:
         self.name = str(folder)
-        self._folder = Path(os.path.abspath(folder))
+        self.folder = Path(os.path.abspath(folder))
         self._names: list[str] = []
 
     def scan(self) -> Iterator[tuple[int, Passage | RowError]]:
@@ -179,15 +182,15 @@ class Tiles:
 
     def read(self, position: int) -> Passage:
         name = self._names[position]
-        return Passage(name, "", None, self._folder / name)
+        return Passage(name, "", None, self.folder / name)
 
     def changed(self) -> str | None:
         return None if self._list() == self._names else "holds other files"
 
     def _list(self) -> list[str]:
         found = [
-            (Path(folder) / file).relative_to(self._folder).as_posix()
-            for folder, _, files in os.walk(self._folder)
+            (Path(folder) / file).relative_to(self.folder).as_posix()
+            for folder, _, files in os.walk(self.folder)
             for file in files
             if file.lower().endswith(IMAGE_SUFFIXES) and not file.startswith(".")
         ]
@@ -199,7 +202,8 @@ class Table:
 
     def __init__(self, source: TextSource) -> None:
         self.name = source.name
-        self._where = Path(source.name)
+        where = Path(os.path.abspath(source.name))
+        self.folder = where if where.is_dir() else where.parent
         self._source = source
         self._data: Any = None
 
@@ -231,8 +235,7 @@ class Table:
     def _parse(self, row: dict[str, object], number: int) -> Passage:
         if "id" not in row:
             row = row | {"id": number}
-        folder = self._where if self._where.is_dir() else self._where.parent
-        return parse_passage(row, folder / "row", number)
+        return parse_passage(row, self.folder / "row", number)
 
 
 def parse_passage(obj: object, file: Path, line: int) -> Passage:

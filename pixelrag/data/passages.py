@@ -8,7 +8,7 @@ ids are what files, questions and results name.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -195,6 +195,7 @@ def load_passages(
     tokenizer: Any | None = None,
     dataset_split: str = "train",
     open_images: bool = True,
+    image_roots: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> PassageStore:
     """Read and check a knowledge base.
@@ -206,6 +207,7 @@ def load_passages(
         dataset_split: part of a data set that has several.
         open_images: decode every image once, so that a run of hours cannot end at a broken one.
             False for a process that reads what another one has checked.
+        image_roots: folders in which images may lie beside that of the source, see `Roots`.
         progress: called as `progress(done, total)` while images are decoded.
 
     Raises:
@@ -224,7 +226,7 @@ def load_passages(
         reason = f"repeats the id {documents[position]!r} of {source}:{scan.numbers[first]}"
         faults.append((scan.numbers[position], reason))
     if open_images:
-        faults += scan.broken_images(progress)
+        faults += scan.broken_images(progress, image_roots)
     if faults:
         bad = [BadRow(source, number, reason) for number, reason in sorted(faults)]
         num_bad = len({fault.line for fault in bad})

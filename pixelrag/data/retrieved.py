@@ -22,9 +22,12 @@ def retrieved_negatives(hits: Any, positives: Sequence[str], reasons: list[str])
         reasons: gets one more where the value has another form.
     """
     if not isinstance(hits, list) or not all(
-        isinstance(hit, dict) and isinstance(hit.get("path"), str) for hit in hits
+        isinstance(hit, dict)
+        and isinstance(hit.get("path"), str)
+        and isinstance(hit.get("article_id"), str | int | float | None)
+        for hit in hits
     ):
-        reasons.append(f"{KEY} is a list of hits, each an object with a path")
+        reasons.append(f"{KEY} is a list of hits, each an object with path and article_id")
         return []
     ids = {hit.get("article_id") for hit in hits if hit["path"] in positives} - {None}
     pages = {article_of(Path(path)) for path in positives}

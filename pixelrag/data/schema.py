@@ -21,6 +21,7 @@ Nothing here opens an image: see `pixelrag.data.images`.
 """
 
 import difflib
+import itertools
 import json
 import os
 import re
@@ -36,6 +37,8 @@ from pixelrag.json_text import parse_json
 
 # JSON can spell characters that no tokenizer, file system or UTF-8 encoder takes.
 _UNUSABLE = re.compile("[\x00\ud800-\udfff]")
+# What is longer is no spelling mistake, and no path that a system would open.
+_MAX_KEYS, _LONGEST_KEY, _LONGEST_PATH = 64, 40, 4096
 _POSITIVES = ("pos_passages", "pos_chunk_paths")
 _NEGATIVES = (("neg_passages", "passage"), ("neg_chunk_paths", "chunk_path"))
 _KEYS = ("query", "passage", "chunk_path", "neg_passages", "neg_chunk_paths", *_POSITIVES)
@@ -170,8 +173,8 @@ def parse_row(
     else:
         positive = _document(chunk_path, "chunk_path", file, reasons)
 
-    for key in obj:
-        meant = difflib.get_close_matches(str(key), _KEYS, n=1, cutoff=0.85)
+    for key in [key for key in itertools.islice(obj, _MAX_KEYS) if len(key) <= _LONGEST_KEY]:
+        meant = difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.85)
         if key not in _KEYS and meant and meant[0] not in obj:
             reasons.append(f"has a key {_show(key)}; did you mean {meant[0]}?")
     positives = {} if positive is None else {positive.key: positive}
@@ -227,6 +230,9 @@ def _document(value: object, name: str, file: Path, reasons: list[str]) -> Docum
     if text is None:
         return None
     if "chunk_path" in name:
+        if len(text) > _LONGEST_PATH:
+            reasons.append(f"{name} has {len(text):,} characters, which is no path")
+            return None
         try:
             return Document.of_image(file.parent / text)
         except ValueError as error:

@@ -9,13 +9,14 @@ A tile is of the article that its file is called after, see `pixelrag.data.tiles
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pixelrag.data.images import Progress, check_images
 from pixelrag.data.lines import BadRow, listing
+from pixelrag.data.roots import Roots
 from pixelrag.data.schema import Document, kind_of, usable_text
 from pixelrag.data.tiles import article_of
 from pixelrag.errors import DataError
@@ -43,7 +44,11 @@ class TileSet:
 
 
 def load_tile_set(
-    path: str | Path, max_questions: int | None = None, progress: Progress | None = None
+    path: str | Path,
+    max_questions: int | None = None,
+    progress: Progress | None = None,
+    *,
+    image_roots: Sequence[str] = (),
 ) -> TileSet:
     """Read a question file and decode all its tiles.
 
@@ -51,6 +56,7 @@ def load_tile_set(
         path: the JSON file.
         max_questions: use the first so many.
         progress: told about every few tiles.
+        image_roots: folders in which tiles may lie beside those of the file and of the process.
 
     Raises:
         DataError: the file, a question or a tile cannot be used, or a question's articles have no
@@ -74,7 +80,8 @@ def load_tile_set(
         for i, entry in enumerate(content["questions"][:max_questions], start=1)
     ]
     tiles = [Document.of_image(tile) for tile in found]
-    for tile, reason in check_images(found, progress).items():
+    roots = Roots([path, "here"], image_roots)
+    for tile, reason in check_images(found, progress, roots=roots).items():
         faults.append(BadRow(str(path), 0, f"tile {tile} {reason}"))
     first: dict[str, int] = {}
     for number, question in enumerate(questions, start=1):
@@ -101,6 +108,9 @@ def _read(path: Path) -> dict[str, Any]:
             f"{path}: expected an object with tiles_dir (a string), questions (a list) and "
             f"golden_mapping (an object); wrong or missing: {', '.join(wrong)}"
         )
+    reasons: list[str] = []
+    if usable_text(content["tiles_dir"], "tiles_dir", reasons) is None:
+        raise DataError(f"{path}: {reasons[0]}")
     return content
 
 
@@ -114,7 +124,10 @@ def _question(
 ) -> TileQuestion:
     reasons: list[str] = []
     entry = entry if isinstance(entry, dict) else {}
-    identity = str(entry.get("id", ""))
+    identity = entry.get("id")
+    if not isinstance(identity, str | int) or isinstance(identity, bool):
+        reasons.append(f"id is a string or a number, got {kind_of(identity)}")
+    identity = str(identity)
     text = usable_text(entry.get("problem"), "problem", reasons)
     answer = usable_text(entry.get("answer"), "answer", reasons)
     articles = golden.get(identity)

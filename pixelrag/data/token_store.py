@@ -117,6 +117,12 @@ class TokenStore:
             expected = (manifest["num_samples"], *[manifest["num_tokens"]] * 3)
             if found != expected or not len(store.sources) == len(store.numbers) == len(store):
                 raise ValueError("its arrays do not fit together")
+            if store.offsets[0] or (np.diff(store.offsets) < 0).any():
+                raise ValueError("offsets.npy does not ascend from 0")
+            if len(store) and not 0 <= store.sources.min() <= store.sources.max() < len(
+                store.labels
+            ):
+                raise ValueError("sources.npy names a source that has no label")
         except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
             raise DataError(
                 f"{folder} holds no tokens that can be read ({error}); delete it, and it is "

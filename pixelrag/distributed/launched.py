@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import MutableMapping
 
+from pixelrag.errors import ConfigError
+
 _SRUN = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
 _MPIRUN = {
     "RANK": "OMPI_COMM_WORLD_RANK",
@@ -28,8 +30,11 @@ def adopt(environ: MutableMapping[str, str]) -> None:
         _translate(environ, _SRUN)
         tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE"))
         if tasks is not None:
-            node = int(environ.get("SLURM_NODEID", "0"))
-            environ.setdefault("LOCAL_WORLD_SIZE", str(tasks_of_nodes(tasks)[node]))
+            node = environ.get("SLURM_NODEID", "0")
+            counts = dict(enumerate(map(str, tasks_of_nodes(tasks))))
+            if not node.isdecimal() or int(node) not in counts:
+                raise ConfigError(f"SLURM_NODEID: got {node!r}, of {len(counts)} nodes ({tasks})")
+            environ.setdefault("LOCAL_WORLD_SIZE", counts[int(node)])
 
 
 def _translate(environ: MutableMapping[str, str], names: dict[str, str]) -> None:
@@ -40,12 +45,12 @@ def tasks_of_nodes(text: str) -> list[int]:
     """Read Slurm's list of tasks by node: ``8(x2),4`` is 8, 8, 4.
 
     Raises:
-        ValueError: it is no such list.
+        ConfigError: it is no such list, or of more nodes than there are.
     """
     counts: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if match is None:
-            raise ValueError(f"got {text!r}, expected a list such as 8(x2),4")
+        match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part.strip())
+        if match is None or len(counts) > 1_000_000:
+            raise ConfigError(f"SLURM_TASKS_PER_NODE: got {text!r}, expected such as 8(x2),4")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts

@@ -180,9 +180,15 @@ def _value_or(table: dict[str, Any], key: str, default: Any) -> Any:
 
 def _drop_auto_section(config: dict[str, Any], section: str, problems: list[str]) -> None:
     got = config.pop(section, None)
-    if got in (None, "auto") or not isinstance(got, dict):
+    if got in (None, "auto"):
         return
-    values = {k: v for k, v in got.get("params", {}).items() if v != "auto"}
+    if not isinstance(got, dict):
+        problems.append(f"{section}: got {got!r}, expected an object")
+        return
+    params = got.get("params", {})
+    values = (
+        params if not isinstance(params, dict) else {k: v for k, v in params.items() if v != "auto"}
+    )
     if values:
         problems.append(
             f'{section}.params: got {values}, expected "auto"; the job\'s optim section decides it'
@@ -199,6 +205,8 @@ def _settle_precision(config: dict[str, Any], bf16: bool, problems: list[str]) -
     for key in ("bf16", "torch_autocast"):
         section = config.get(key)
         enabled = section.get("enabled") if isinstance(section, dict) else section
+        if not isinstance(enabled, bool) and enabled not in (None, "auto"):
+            problems.append(f'{key}.enabled: got {enabled!r}, expected true, false or "auto"')
         if isinstance(enabled, bool) and enabled != bf16:
             wanted = "bf16" if enabled else "fp32"
             problems.append(

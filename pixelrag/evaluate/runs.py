@@ -84,15 +84,20 @@ def read_qrels(path: Path) -> Qrels:
     """Read qrels; queries without a relevant document are left out, as trec_eval does.
 
     Raises:
-        DataError: unreadable, not four fields, graded relevance (2 and more), or nothing relevant.
+        DataError: unreadable, not four fields, graded relevance (2 and more), a document judged
+            twice, or nothing relevant.
     """
     qrels: Qrels = {}
+    seen: set[tuple[str, str]] = set()
     for line, (query, _, document, relevance) in _fields(path, 4, "query 0 document relevance"):
         if relevance not in ("-1", "0", "1"):
             raise DataError(
                 f"{path}:{line}: relevance {relevance!r}, expected 0 or 1: pixelrag's measures are "
                 "binary, graded ones need another tool, such as ir_measures"
             )
+        if (query, document) in seen:
+            raise DataError(f"{path}:{line}: judges document {document} of query {query} again")
+        seen.add((query, document))
         if relevance == "1":
             qrels.setdefault(query, set()).add(document)
     if not qrels:
@@ -130,7 +135,7 @@ def ranks_of(run: Run, qrels: Qrels) -> Ranks:
 
 def _fields(path: Path, count: int, form: str) -> Iterator[tuple[int, list[str]]]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
     for line, content in enumerate(text.splitlines(), start=1):

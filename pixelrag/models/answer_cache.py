@@ -25,12 +25,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from pixelrag.errors import ProvenanceError
-from pixelrag.json_text import read_json
+from pixelrag.json_text import is_beside, read_json
 from pixelrag.losses.kd import Head, Projected, TopK
 from pixelrag.models.state_codec import decode
 from pixelrag.models.teacher import TeacherRequest
@@ -105,7 +106,7 @@ class Manifest:
                 raise ValueError("it is altered")
             del content["format"]
             lists = {name: tuple(content[name]) for name in ("data", "parts")}
-            if any(Path(name).name != name for name in lists["parts"]):
+            if not all(map(is_beside, lists["parts"])):
                 raise ValueError(f"parts are files beside it, got {lists['parts']}")
             return cls(**content | lists)
         except FileNotFoundError:
@@ -161,13 +162,16 @@ class CachedTeacher:
             index = load_file(folder / INDEX)
             keys, self._places = index["keys"].numpy(), index["places"].tolist()
             self._digests = index["digests"].numpy()
+            if keys.dtype != np.uint8 or keys.shape != (len(keys), 16):
+                raise ValueError(f"{INDEX}: keys are {keys.dtype} {list(keys.shape)}")
             self._rows = {key.tobytes(): row for row, key in enumerate(keys)}
             self._parts = [
                 safe_open(folder / name, framework="pt").__enter__() for name in self.manifest.parts
             ]
             self._names = list(self._parts[0].keys())
+            self._require_places()
             self._head = self._read_head() if self.manifest.kind == "hidden_states" else None
-        except (OSError, KeyError, IndexError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, IndexError, TypeError, SafetensorError) as error:
             raise ProvenanceError(
                 f"teacher.path {folder}: {error}; write the cache anew"
             ) from error
@@ -176,6 +180,15 @@ class CachedTeacher:
                 f"teacher.path {folder}: {len(self._rows)} documents, expected "
                 f"{self.manifest.num_documents}; write the cache anew"
             )
+
+    def _require_places(self) -> None:
+        """Every document's answers lie within their file."""
+        sizes = [
+            min(part.get_slice(name).get_shape()[0] for name in self._names) for part in self._parts
+        ]
+        for part, start, count in self._places:
+            if not 0 <= part < len(sizes) or not 0 <= start <= start + count <= sizes[part]:
+                raise ValueError(f"{INDEX}: rows {start} to {start + count} of part {part}")
 
     def _read_head(self) -> Head:
         if file_digest(self._folder / HEAD) != self.manifest.head:

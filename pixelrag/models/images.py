@@ -9,11 +9,8 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from pixelrag.data.archives import image_source
-from pixelrag.data.images import FORMATS, MAX_PIXELS, strict_decoding
+from pixelrag.data.images import FORMATS, MAX_ASPECT, MAX_PIXELS, strict_decoding
 from pixelrag.errors import DataError
-
-# Beyond this ratio of sides the model's own preprocessing gives up as well.
-MAX_ASPECT = 200
 
 
 def load_rgb(path: Path) -> Image.Image:
@@ -56,6 +53,7 @@ def _from_wide(image: Image.Image) -> Image.Image:
     """16-bit greys by their high byte; Pillow's own conversion would clip them to white."""
     values = np.asarray(image)
     if np.issubdtype(values.dtype, np.floating):
+        values = np.nan_to_num(values)  # a shade that is none is black
         values = values * 255 if values.size and values.max() <= 1 else values
     elif values.size and values.max() > 255:
         values = values // 257

@@ -46,7 +46,8 @@ def read_artifact(path: Path) -> Artifact:
     """Tell what lies at ``path``.
 
     Raises:
-        ProvenanceError: there is nothing, or nothing that pixelrag or transformers writes.
+        ProvenanceError: there is nothing, or nothing that pixelrag or transformers writes, or its
+            files are altered.
     """
     if not path.is_dir():
         raise ProvenanceError(f"{path}: got no folder, expected one that a run wrote or a model's")
@@ -60,7 +61,11 @@ def read_artifact(path: Path) -> Artifact:
     )
     for name, read in readers:
         if (path / name).is_file():
-            return read(path)
+            try:
+                return read(path)
+            except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+                reason = f"altered, or of another version ({error!r})"
+                raise ProvenanceError(f"{path / name}: {reason}") from error
     known = ", ".join(name for name, _ in readers)
     raise ProvenanceError(f"{path}: not an artifact that is known here (it has none of {known})")
 

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from pixelrag.errors import IndexError_, ProvenanceError
-from pixelrag.json_text import read_json
+from pixelrag.json_text import is_beside, read_json
 from pixelrag.retrieval.array_file import read_arrays
 from pixelrag.retrieval.durable import put, put_text, sha256
 from pixelrag.retrieval.hits import Hits, check_queries, merge_top_k
@@ -98,7 +98,7 @@ class Manifest:
 
     def _check_files(self) -> None:
         for name in [*self.files, *self.index_files]:
-            if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
+            if not is_beside(name):
                 raise ValueError(f"{name!r} is no name of a file beside it")
         for name, entry in self.files.items():
             found = entry if isinstance(entry, dict) else {}

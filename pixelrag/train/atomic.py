@@ -156,7 +156,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not isinstance(files, dict) or not all(map(_is_entry, files.values())):
         raise CheckpointError(f"{manifest}: its list of files is altered")
     for name in files:
-        if Path(name).is_absolute() or ".." in Path(name).parts:
+        if Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
             raise CheckpointError(f"{manifest}: names {name!r}, which lies outside {path}")
     return content
 

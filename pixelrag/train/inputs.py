@@ -41,6 +41,7 @@ def open_dataset(config: ContrastiveConfig, files: list[Path]) -> PairDataset:
     options = {
         "num_hard_negatives": config.data.num_hard_negatives,
         "retrieved_negatives": config.data.retrieved_negatives,
+        "image_roots": config.data.image_roots,
     }
 
     def check() -> str:
@@ -66,14 +67,22 @@ def open_held_out(config: ContrastiveConfig) -> HeldOut | None:
     if config.data.eval:
         files = from_main(lambda: files_of(config.data.eval, "eval"))
         rows = open_dataset(config, files).rows[: options.max_rows]
-    corpus = from_main(lambda: load_corpus(options.corpus)) if options.corpus else None
+    roots = config.data.image_roots
+    corpus = None
+    if options.corpus:
+        corpus = from_main(lambda: load_corpus(options.corpus, image_roots=roots))
     tiles = from_main(lambda: _open_tiles(config)) if options.miniv8 else None
     return HeldOut(rows, corpus, tiles)
 
 
 def _open_tiles(config: ContrastiveConfig) -> TileSet:
     with image_progress_bar(f"Opening tiles of {config.eval.miniv8}") as progress:
-        return load_tile_set(config.eval.miniv8, config.eval.max_questions, progress)
+        return load_tile_set(
+            config.eval.miniv8,
+            config.eval.max_questions,
+            progress,
+            image_roots=config.data.image_roots,
+        )
 
 
 def require_text(rows: Iterable[PairRow], option: str = "model.name_or_path") -> None:

@@ -68,7 +68,11 @@ def mine(config: MineConfig, output: Path, world: World) -> None:
     inputs = from_main(lambda: files_of(config.data.train, "train"))
     dataset = open_dataset(config, inputs)
     path = config.mining.corpus
-    corpus = list(from_main(lambda: load_corpus(path)).values()) if path else corpus_of(dataset)
+    if path:
+        roots = config.data.image_roots
+        corpus = list(from_main(lambda: load_corpus(path, image_roots=roots)).values())
+    else:
+        corpus = corpus_of(dataset)
     container, preprocessor = build_biencoder(config)
     if not preprocessor.has_vision:
         with together():
@@ -98,6 +102,8 @@ def mine(config: MineConfig, output: Path, world: World) -> None:
         *(output, figures["rows"], figures["negatives"] / figures["rows"], figures["short_rows"]),
         *(config.mining.num_negatives, config.mining.depth, 100 * figures["positives_found"]),
     )
+    if any(document.image is not None for document in corpus):
+        logger.info("to train on it, allow its images' folders with data.image_roots")
 
 
 class _Work:

@@ -82,7 +82,8 @@ def read_passages(config: RagConfig) -> PassageStore:
     name = options.pop("tokenizer", None)
     tokenizer = None if name is None else reopen.load_tokenizer(name)
     with image_progress_bar(f"Opening images of {config.knowledge_base.source}") as progress:
-        return load_passages(**options, tokenizer=tokenizer, progress=progress)
+        roots = config.knowledge_base.image_roots
+        return load_passages(**options, tokenizer=tokenizer, image_roots=roots, progress=progress)
 
 
 def open_data(config: RagConfig) -> RagData:

@@ -62,6 +62,8 @@ _ADAPTABLE = (
     "data.num_workers",
     "data.prefetch_factor",
     "data.worker_timeout_seconds",
+    "data.image_roots",
+    "knowledge_base.image_roots",
     "data.eval",
 )
 # What loads or speaks differently, but computes the same.
@@ -72,6 +74,8 @@ _SILENT = (
     "data.num_workers",
     "data.prefetch_factor",
     "data.worker_timeout_seconds",
+    "data.image_roots",
+    "knowledge_base.image_roots",
 )
 
 

@@ -50,14 +50,16 @@ def check(config: ContrastiveConfig, world_size: int = 1) -> int:
         except DataError as error:
             found.fault(error)
     corpus, miniv8 = config.eval.corpus, config.eval.miniv8
+    roots = config.data.image_roots
     try:
         if corpus is not None:
             with image_progress_bar(f"Opening images of {corpus}") as progress:
-                documents = load_corpus(corpus, progress)
+                documents = load_corpus(corpus, progress, image_roots=roots)
             say(f"{corpus}: {len(documents)} distinct documents to search")
         if miniv8 is not None:
             with image_progress_bar(f"Opening tiles of {miniv8}") as progress:
-                tiles = load_tile_set(miniv8, config.eval.max_questions, progress)
+                most = config.eval.max_questions
+                tiles = load_tile_set(miniv8, most, progress, image_roots=roots)
             say(f"{miniv8}: {len(tiles.questions)} questions about {len(tiles.tiles)} tiles")
     except DataError as error:
         found.fault(error)
@@ -84,6 +86,7 @@ def _check_rows(config: ContrastiveConfig, part: Part, path: str, found: _Found)
     options = {
         "num_hard_negatives": config.data.num_hard_negatives,
         "retrieved_negatives": config.data.retrieved_negatives,
+        "image_roots": config.data.image_roots,
     }
     with image_progress_bar(f"Opening images of {path}") as progress:
         report = check_files(files, progress, **options)

@@ -90,7 +90,8 @@ def test_tiles_of_several_files_are_found_from_their_new_place(mined, shelf, tmp
     vision = {"model": {"name_or_path": str(shelf / "qwen3_vl")}, "data": data}
     folder = mined("out", vision, nproc=2)
     files = [folder / shelf.name / "more.jsonl", folder / "deep" / "more.jsonl"]
-    old, new = PairDataset(data["train"]), PairDataset(files)
+    old = PairDataset(data["train"])
+    new = PairDataset(files, image_roots=[str(shelf)])
     assert [row.sample_id for row in old][:5] == [
         f"{shelf.name}/more.jsonl:{i}" for i in range(1, 6)
     ]

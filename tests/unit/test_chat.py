@@ -87,7 +87,7 @@ def test_messages_keep_what_templates_read_and_lose_nulls():
         ({"messages": [ASK, SAY | {"tool_calls": [{}]}]}, "tool_calls[0] names no function, got"),
         (
             {"messages": [ASK, SAY | {"tool_calls": [{"name": "f", "arguments": "{"}]}]},
-            "messages[1].tool_calls[0].arguments is not valid JSON: Expecting",
+            "messages[1].tool_calls[0].arguments: not valid JSON: Expecting",
         ),
         (
             {"messages": [ASK, SAY | {"tool_calls": [{"name": "f", "arguments": "[1]"}]}]},
@@ -102,7 +102,7 @@ def test_messages_keep_what_templates_read_and_lose_nulls():
             },
             "tool_calls[0].arguments contains half a surrogate pair",
         ),
-        ({"messages": [ASK, SAY], "tools": "[1"}, "tools is not valid JSON"),
+        ({"messages": [ASK, SAY], "tools": "[1"}, "tools: not valid JSON"),
         (
             {"messages": [ASK, SAY], "tools": [1]},
             "tools is a list of JSON schemas, got a list ([1])",

@@ -95,10 +95,9 @@ def test_unreadable_files(read, tmp_path):
 
 def test_files_that_would_run_away(read, tmp_path):
     assert "nested too deeply" in str(read("a: " + "[" * 20_000).problems[0])
-    assert read("a: &x {b: *x}\n").problems == []
     path = tmp_path / "c.yaml"
     path.write_text("model: &x {name_or_path: *x}\n")
-    with pytest.raises(ConfigError, match="expected a text"):
+    with pytest.raises(ConfigError, match="aliases written out"):
         load(ContrastiveConfig, ["--config", str(path)])
 
 

@@ -47,7 +47,9 @@ def test_both_kinds_of_rows_mix_in_one_file_and_negatives_are_ragged(tmp_path):
         },
         text(3),
     )
-    dataset = PairDataset([file])
+    with pytest.raises(DataError, match=rf"{elsewhere} lies outside .*data\.image_roots"):
+        PairDataset([file])
+    dataset = PairDataset([file], image_roots=[str(tmp_path)])
     assert len(dataset) == 3
     assert [len(row.negatives) for row in dataset] == [2, 3, 0]
     assert dataset[1].positive.image == tmp_path / "set" / "tiles" / "a.png"
@@ -198,7 +200,7 @@ def test_each_image_is_decoded_once_however_often_it_is_named(tmp_path, monkeypa
         for p, n in ("ab", "bc", "ca", "cb")
     ]
     asked = []
-    monkeypatch.setattr(pairs, "check_images", lambda paths, *_: asked.append(paths) or {})
+    monkeypatch.setattr(pairs, "check_images", lambda paths, *_, **__: asked.append(paths) or {})
     dataset = PairDataset(write(tmp_path / "t.jsonl", *rows))
     assert asked == [[tmp_path / f"{name}.png" for name in "abc"]]
     assert dataset[0].negatives[0] is dataset[1].positive

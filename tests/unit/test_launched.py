@@ -8,6 +8,7 @@ import pytest
 
 from pixelrag.distributed.env import read_ranks
 from pixelrag.distributed.launched import adopt, tasks_of_nodes
+from pixelrag.errors import ConfigError
 
 LAYOUTS = [[1], [8], [1, 1], [4, 4], [8, 8, 4], [3, 1, 1, 2]]
 
@@ -73,5 +74,9 @@ def test_the_launcher_nearest_to_the_process_counts() -> None:
 
 
 def test_what_is_no_list_of_tasks_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"expected a list such as 8\(x2\),4"):
-        tasks_of_nodes("8(2)")
+    for text in ("8(2)", "", "x", "8(x99999999)", "²", "-1"):
+        with pytest.raises(ConfigError, match=r"expected such as 8\(x2\),4"):
+            tasks_of_nodes(text)
+    for node in ("7", "-1", "one"):
+        with pytest.raises(ConfigError, match="SLURM_NODEID"):
+            adopt(srun([2])[0] | {"SLURM_NODEID": node})

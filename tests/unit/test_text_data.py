@@ -223,7 +223,7 @@ def test_bad_rows_are_named_by_file_line_and_reason(tmp_path, caplog):
         (4, "no message of the assistant"),
         (5, "messages[0].role"),
         (5, "messages[0].content is a string"),
-        (6, "tools is not valid JSON"),
+        (6, "tools: not valid JSON"),
         (7, "contains the control token"),
     ]:
         assert f"{file}:{line}: " in message

@@ -158,8 +158,8 @@ class _Member(tarfile.TarInfo):
     def _block(self, count: int) -> int:
         # A negative size would have tarfile read the same header for ever (CVE-2025-8194).
         if count < 0:
-            raise tarfile.InvalidHeaderError("a negative size")
-        return super()._block(count)
+            raise tarfile.HeaderError("a negative size")
+        return super()._block(count)  # type: ignore[misc]
 
 
 def _scan(archive: Path, size: int) -> Members:

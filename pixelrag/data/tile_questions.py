@@ -124,7 +124,7 @@ def _question(
 ) -> TileQuestion:
     reasons: list[str] = []
     entry = entry if isinstance(entry, dict) else {}
-    identity = entry.get("id")
+    identity = entry.get("id", "")
     if not isinstance(identity, str | int) or isinstance(identity, bool):
         reasons.append(f"id is a string or a number, got {kind_of(identity)}")
     identity = str(identity)

@@ -99,7 +99,7 @@ def read_yaml(path: Path) -> YamlFile:
     except RecursionError:
         result.problems.append(Problem("--config", "no valid YAML: nested too deeply", name))
         return result
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         # What PyYAML lets through of values that their own tag or form makes impossible.
         reason = str(error) or type(error).__name__
         result.problems.append(Problem("--config", f"no valid YAML: {reason}", name))
@@ -169,7 +169,7 @@ def parse_yaml_list(text: str) -> list[Any] | None:
     """Parse a flag's `[a, b]`; None where the text is no list."""
     try:
         value = yaml.load(text, _Loader)  # noqa: S506 - _Loader is a SafeLoader
-    except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
     return value if isinstance(value, list) else None
 

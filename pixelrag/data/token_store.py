@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pixelrag.data.array_file import map_array
 from pixelrag.data.text_encoder import Tokens
 from pixelrag.errors import DataError
 from pixelrag.json_text import read_json
@@ -103,10 +104,7 @@ class TokenStore:
             manifest = read_json(folder / "manifest.json")
             if manifest["format"] != _FORMAT:
                 raise ValueError(f"format {manifest['format']}, expected {_FORMAT}")
-            arrays = {
-                name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-                for name in _ARRAYS
-            }
+            arrays = {name: map_array(folder / f"{name}.npy") for name in _ARRAYS}
             store = cls(
                 **arrays, labels=tuple(manifest["labels"]), fingerprint=manifest["fingerprint"]
             )

@@ -21,9 +21,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from pixelrag.data.array_file import map_array, read_arrays
 from pixelrag.errors import IndexError_, ProvenanceError
 from pixelrag.json_text import is_beside, read_json
-from pixelrag.retrieval.array_file import read_arrays
 from pixelrag.retrieval.durable import put, put_text, sha256
 from pixelrag.retrieval.hits import Hits, check_queries, merge_top_k
 from pixelrag.retrieval.index import Index, IndexSettings, open_index
@@ -175,7 +175,7 @@ class Generation:
         _raise_first(path, self._size_problems())
         manifest = self.manifest
         try:
-            self.vectors_ND = np.load(path / VECTORS, mmap_mode="r", allow_pickle=False)
+            self.vectors_ND = map_array(path / VECTORS)
         except (OSError, ValueError) as error:
             raise IndexError_(f"{path / VECTORS}: cannot be read ({error})") from error
         shape = (manifest.num_passages, manifest.dim)

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from pixelrag.data.array_file import map_array, read_arrays
 from pixelrag.errors import IndexError_
-from pixelrag.retrieval.array_file import read_arrays
 from pixelrag.retrieval.durable import sha256
 from pixelrag.retrieval.generation import VECTORS, index_names, shard_bounds
 from pixelrag.retrieval.hits import Hits, exact_search, merge_top_k, recall_at_k
@@ -30,7 +30,7 @@ def validate(work: Path, spec: RefreshSpec, device: str, beat: Callable[[], None
     """
     part = work.parent
     store = open_passages(spec, images=True)
-    vectors_ND = np.load(part / VECTORS, mmap_mode="r", allow_pickle=False)
+    vectors_ND = map_array(part / VECTORS)
     if vectors_ND.shape != (len(store), spec.dim):
         raise IndexError_(
             f"vectors of shape {list(vectors_ND.shape)}, expected {[len(store), spec.dim]}"

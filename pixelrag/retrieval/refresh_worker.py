@@ -18,6 +18,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from pixelrag.data.array_file import map_array
 from pixelrag.errors import DataError, IndexError_, PixelragError
 from pixelrag.retrieval.background import settle_down
 from pixelrag.retrieval.durable import put
@@ -67,7 +68,7 @@ def build(work: Path, spec: RefreshSpec, device: str, beat: Callable[[], None]) 
         put(part / VECTORS, lambda path: _join(path, work, spec, beat))
     for shard in range(spec.num_shards):
         (work / shard_name(shard)).unlink(missing_ok=True)
-    vectors_ND = np.load(part / VECTORS, mmap_mode="r", allow_pickle=False)
+    vectors_ND = map_array(part / VECTORS)
     settings = IndexSettings(**spec.index)
     bounds = shard_bounds(spec.num_passages, spec.num_index_shards)
     for number, name in enumerate(index_names(spec.num_index_shards)):
@@ -89,7 +90,7 @@ def _join(path: Path, work: Path, spec: RefreshSpec, beat: Callable[[], None]) -
         for shard in range(spec.num_shards):
             name = shard_name(shard)
             try:
-                vectors = np.load(work / name, mmap_mode="r", allow_pickle=False)
+                vectors = map_array(work / name)
             except ValueError as error:
                 raise IndexError_(f"{name}: cannot be read ({error})") from error
             stream.write(checked_vectors(vectors, len(spec.rows_of(shard)), spec.dim).data)

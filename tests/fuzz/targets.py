@@ -32,6 +32,7 @@ from pixelrag.config.ds_file import DeepSpeedFileError, read_deepspeed_file
 from pixelrag.config.rag import RagConfig
 from pixelrag.config.section import Section
 from pixelrag.data.archives import ArchiveError, _scan
+from pixelrag.data.array_file import map_array, read_arrays
 from pixelrag.data.chat import parse_text_row
 from pixelrag.data.images import check_image, strict_decoding
 from pixelrag.data.passage_sources import parse_passage
@@ -48,7 +49,6 @@ from pixelrag.models import wire
 from pixelrag.models.answer_cache import Manifest as CacheManifest
 from pixelrag.models.images import fit_image
 from pixelrag.provenance.artifact import read_artifact
-from pixelrag.retrieval.array_file import read_arrays
 from pixelrag.retrieval.generation import Manifest
 from pixelrag.train.atomic import read_manifest
 from tests.unit.chat_templates import BRACKETS, CHATML, MARKED, chat_tokenizer
@@ -240,7 +240,15 @@ def deepspeed(raw: bytes) -> None:
                 user, stage=stage, world_size=2, bf16=False, per_chunk=False, resident=True,
                 offload_optimizer=False,
             )  # fmt: skip
-            assert '"auto"' not in json.dumps(found).replace('\\"', "")
+            assert "auto" not in set(_values(found))
+
+
+def _values(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _values(item)
 
 
 def _deepspeed_seeds() -> list[bytes]:
@@ -315,11 +323,13 @@ def _manifest_seeds() -> list[bytes]:
 
 
 def arrays(raw: bytes) -> None:
-    """An .npz file; nothing is larger than the file."""
-    path = _file("a.npz", raw)
+    """An .npz and an .npy file; nothing is larger than the file."""
+    path = _file("array", raw)
     with contextlib.suppress(ValueError, OSError):
         found = read_arrays(path)
         assert sum(array.nbytes for array in found.values()) <= len(raw)
+    with contextlib.suppress(ValueError, OSError):
+        assert map_array(path).nbytes <= len(raw)
 
 
 def _array_seeds() -> list[bytes]:
@@ -327,7 +337,9 @@ def _array_seeds() -> list[bytes]:
     np.savez(one, utf8=np.zeros(3, np.uint8), ends=np.array([1, 3]))
     two = io.BytesIO()
     np.savez_compressed(two, a=np.zeros(100))
-    return [one.getvalue(), two.getvalue(), one.getvalue()[:-30]]
+    three = io.BytesIO()
+    np.save(three, np.arange(6).reshape(2, 3))
+    return [one.getvalue(), two.getvalue(), one.getvalue()[:-30], three.getvalue()]
 
 
 def trec(raw: bytes) -> None:

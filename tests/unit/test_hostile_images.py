@@ -268,6 +268,14 @@ def test_a_store_whose_arrays_do_not_fit_is_refused(tmp_path, name, change):
         TokenStore.load(tmp_path / "s")
 
 
+@pytest.mark.parametrize("content", [b"", b"\x93NUMPY", b"\0" * 200, b"PK\x03\x04", b"\x80\x04."])
+def test_a_store_of_other_files_is_refused(tmp_path, content):
+    token_store([[True] * 3]).save(tmp_path / "s")
+    (tmp_path / "s" / "ids.npy").write_bytes(content)
+    with pytest.raises(DataError, match="holds no tokens that can be read"):
+        TokenStore.load(tmp_path / "s")
+
+
 def test_arrays_that_hold_objects_run_nothing(tmp_path):
     class Mischief:
         def __reduce__(self):

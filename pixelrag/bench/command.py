@@ -19,13 +19,15 @@ OWN = {
     "only": "KEY=VALUE,... of the cases to run; short for --run.only",
     "dry-run": "say what would run, and run nothing",
 }
+# Peers have an environment of their own.
+EVERY = [name for name in SUITES if name != "peers"]
 USAGE = f"""\
 usage: pixelrag bench SUITE [--profile NAME] [--output DIR] [--only KEY=VALUE,...] [--dry-run]
                       [--SECTION.OPTION VALUE ...]
        pixelrag bench --report DIR_OR_FILE ... [--previous DIR_OR_FILE ...] [--output DIR]
 
-Measures speed and memory on this machine. SUITE is a YAML file of your own, all (every suite), or
-one of {", ".join(SUITES)}.
+Measures speed and memory on this machine. SUITE is a YAML file of your own, all (every suite but
+peers), or one of {", ".join(SUITES)}.
 
 {chr(10).join(f"  --{name:<9} {text}" for name, text in OWN.items())}
   --report    make report.html and report.md of results, in the folder of --output (default .)
@@ -54,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     words, own = _own_flags(words)
     plans = [
         load_plan(suite, own.get("profile"), _with_only(words, own))
-        for suite in (SUITES if name == "all" else [name])
+        for suite in (EVERY if name == "all" else [name])
         if "--help" not in words and "-h" not in words
     ]
     if not plans:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from pixelrag.bench.rows import Row, Run, read_rows, same_hardware
@@ -106,7 +108,7 @@ def _said_of(run: Run) -> str:
     if run.commit is not None and run.commit.endswith("-dirty"):
         commit += " with changes"
     return (
-        f"Measured by: {run.command} ({run.date}, {commit}, {run.threads} threads a process, load "
+        f"Measured by: {run.command} ({run.date}, {commit}, torch threads: {run.threads}, load "
         f"average {run.load_average:g} before, settings {run.config_hash})"
     )
 
@@ -148,33 +150,63 @@ def table(rows: Sequence[Row]) -> Table:
 def comparison(rows: Sequence[Row], before: Sequence[Row]) -> list[str | Table]:
     """What changed since the previous results, of cases that were measured with equal settings."""
     earlier = {(row.suite, row.name): row for row in before if row.seconds is not None}
-    lines, unlike = [], []
+    changes: list[_Change] = []
+    unlike: list[str] = []
     for row in rows:
         old = earlier.get((row.suite, row.name))
         if old is None or row.seconds is None:
             continue
-        if old.run.config_hash != row.run.config_hash:
+        if old.run.config_hash == row.run.config_hash:
+            changes.append(_Change(old, row))
+        else:
             unlike.append(row.suite)
-            continue
-        apart = row.seconds.p20 > old.seconds.p80 or row.seconds.p80 < old.seconds.p20
-        memory = ""
-        if row.added_mib and old.added_mib:
-            memory = f"{row.added_mib / old.added_mib:.2f}"
-        seconds = f"{row.seconds.p50 / old.seconds.p50:.2f}"
-        name, verdict = f"{row.suite} {row.name}", "yes" if apart else "no"
-        lines.append([name, old.seconds, row.seconds, seconds, memory, verdict])
     parts: list[str | Table] = []
-    if lines:
-        head = ["case", "before, s", "now, s", "now / before", "MiB, now / before", "apart"]
-        parts.append(Table(head, lines))
+    if changes:
+        apart = [change for change in changes if change.apart]
+        slower = sum(change.ratio > 1 for change in apart)
         parts.append(
-            "Apart: the ranges from the 20th to the 80th percentile do not overlap; otherwise the "
-            "difference may be chance."
+            f"Of {len(changes)} cases {slower} are slower and {len(apart) - slower} faster than "
+            "before, so far that the ranges from the 20th to the 80th percentile do not overlap "
+            "(apart: yes). The difference of the others may be chance."
         )
+        # What changed most first; those that may be chance behind.
+        changes.sort(key=lambda change: (not change.apart, -abs(math.log(change.ratio))))
+        head = ["case", "now / before", "apart", "MiB, now / before", "before, s", "now, s"]
+        parts.append(Table(head, [change.cells() for change in changes]))
     if unlike:
         names = ", ".join(dict.fromkeys(unlike))
         parts.append(f"Not compared, as they were measured with other settings: cases of {names}.")
     return parts or ["No case is in both."]
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """One case, measured before and now."""
+
+    before: Row
+    now: Row
+
+    @property
+    def ratio(self) -> float:
+        """Of the median steps."""
+        return self.now.seconds.p50 / self.before.seconds.p50
+
+    @property
+    def apart(self) -> bool:
+        """Whether the ranges of both do not overlap."""
+        now, before = self.now.seconds, self.before.seconds
+        return now.p20 > before.p80 or now.p80 < before.p20
+
+    def cells(self) -> list[object]:
+        """A line of the table."""
+        memory = ""
+        if self.now.added_mib and self.before.added_mib:
+            memory = f"{self.now.added_mib / self.before.added_mib:.2f}"
+        verdict = "yes" if self.apart else "no"
+        name = f"{self.now.suite} {self.now.name}"
+        return [
+            name, f"{self.ratio:.2f}", verdict, memory, self.before.seconds, self.now.seconds
+        ]  # fmt: skip
 
 
 def _number(value: float | None) -> str:

@@ -39,7 +39,7 @@ def kd_chunk(rows: Rows) -> list[Chart]:
             lines.append(Line("bound of the device", ends, [bounds[0]] * 2, dashed=True))
         charts.append(
             line_chart(
-                f"Distillation loss: {where}", lines, log_x=True,
+                f"Distillation loss: {where}", lines, log_x=True, from_zero=True,
                 x="chunk size, tokens", y="tokens a second",
             )
         )  # fmt: skip
@@ -49,7 +49,7 @@ def kd_chunk(rows: Rows) -> list[Chart]:
             ]
             charts.append(
                 line_chart(
-                    f"Memory of the loss: {where}", held, log_x=True,
+                    f"Memory of the loss: {where}", held, log_x=True, from_zero=True,
                     x="chunk size, tokens", y="MiB above what was held",
                 )
             )  # fmt: skip
@@ -113,7 +113,8 @@ def gradcache(rows: Rows) -> list[Chart]:
                     lines.append(_line(name, xs, values))
             if lines:
                 title = f"{title}: {tower} tower, chunks of {first}"
-                charts.append(line_chart(title, lines, x="rows of a batch", y=y, log_x=True))
+                options = {"log_x": True, "from_zero": True}
+                charts.append(line_chart(title, lines, x="rows of a batch", y=y, **options))
     return charts
 
 
@@ -132,7 +133,8 @@ def engine(rows: Rows) -> list[Chart]:
                 best = max(alone)
                 lines.append(Line("perfect", ends, [best * x for x in ends], dashed=True))
         title = f"Scaling: grad_sync {sync}, parameters {params}"
-        charts.append(line_chart(title, lines, x="processes", y="tokens a second", log_x=True))
+        options = {"log_x": True, "from_zero": True}
+        charts.append(line_chart(title, lines, x="processes", y="tokens a second", **options))
     most = max(row.case["world"] for row in rows)
     series = [
         Bars(

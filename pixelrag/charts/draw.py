@@ -134,7 +134,14 @@ class Chart:
 
 
 def line_chart(
-    title: str, lines: Sequence[Line], *, x: str, y: str, log_x: bool = False, log_y: bool = False
+    title: str,
+    lines: Sequence[Line],
+    *,
+    x: str,
+    y: str,
+    log_x: bool = False,
+    log_y: bool = False,
+    from_zero: bool = False,
 ) -> Chart:
     """Draw lines over numbers.
 
@@ -143,6 +150,7 @@ def line_chart(
         lines: at least one.
         x, y: what the axes show, with the unit.
         log_x, log_y: logarithmic axes. Up to eight different x are the ticks.
+        from_zero: let y begin at 0, so that heights compare.
 
     Raises:
         ValueError: no lines, or a line's parts differ in length.
@@ -173,6 +181,8 @@ def line_chart(
                 )  # fmt: skip
         _scale(axes, [v for line in lines for v in line.x], log_x, log_y)
         axes.margins(y=0.12)
+        if from_zero:
+            axes.set_ylim(bottom=0)
         axes.set_xlabel(x)
         axes.set_ylabel(y)
 

@@ -52,6 +52,8 @@ def test_a_line_chart_says_what_it_shows_and_takes_the_colours_of_the_page():
     # Equal input gives equal text: a page that is made again differs only where figures do.
     assert line_chart("Costs $5 or $6", LINES, x="chunk", y="tokens/s", log_x=True).svg() == svg
     assert Image.open(io.BytesIO(chart.png(100))).size == (500, 290)
+    zero = line_chart("Heights", LINES, x="chunk", y="tokens/s", from_zero=True)
+    assert zero._figure.axes[0].get_ylim()[0] == 0 < chart._figure.axes[0].get_ylim()[0]
 
 
 def test_bars_and_histograms_lose_nothing():

@@ -67,7 +67,10 @@ def read_artifact(path: Path) -> Artifact:
                 reason = f"altered, or of another version ({error!r})"
                 raise ProvenanceError(f"{path / name}: {reason}") from error
     known = ", ".join(name for name, _ in readers)
-    raise ProvenanceError(f"{path}: not an artifact that is known here (it has none of {known})")
+    raise ProvenanceError(
+        f"{path}: not an artifact that is known here (it has none of {known}); name the folder of "
+        "a checkpoint, run, model, adapter, index generation or teacher cache"
+    )
 
 
 def disagreements(one: Artifact, other: Artifact) -> list[str]:

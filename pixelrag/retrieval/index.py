@@ -164,7 +164,8 @@ def build_index(
     import faiss
 
     num_rows, dim = vectors_ND.shape
-    with _as_index_error(f"index.factory {settings.factory!r} for {num_rows} vectors of {dim}"):
+    what = f"index.factory {settings.factory!r} for {num_rows} vectors of {dim}"
+    with _as_index_error(what, f"; {_FACTORIES}"):
         index = faiss.index_factory(dim, settings.factory, faiss.METRIC_INNER_PRODUCT)
         if isinstance(index, faiss.IndexIDMap):
             raise IndexError_(f"index.factory {settings.factory!r}: leave out IDMap")
@@ -258,12 +259,15 @@ def _no_larger_than(num_bytes: int) -> Iterator[None]:
         faiss.set_deserialization_vector_byte_limit(before)
 
 
+_FACTORIES = "name a FAISS factory string that fits them, such as Flat, HNSW32 or IVF1024,PQ48x4fs"
+
+
 @contextlib.contextmanager
-def _as_index_error(what: str) -> Iterator[None]:
+def _as_index_error(what: str, remedy: str = "") -> Iterator[None]:
     try:
         yield
     except (RuntimeError, AssertionError, MemoryError) as error:  # the last of a wrong length
-        raise IndexError_(f"{what}: {_plain(error)}") from error
+        raise IndexError_(f"{what}: {_plain(error)}{remedy}") from error
 
 
 def _plain(error: Exception) -> str:

@@ -331,12 +331,14 @@ class Refresher:
         if permanent or attempt > self._retries:
             self._status = replace(status, state="failed", reason=reason)
             logger.warning(
-                "generation %d (step %d) failed, attempt %d: %s. The training goes on with the "
-                "generation it has",
+                "generation %d (step %d) failed, attempt %d: %s. %s",
                 status.generation,
                 status.step,
                 attempt,
                 reason,
+                "The training goes on with the generation it has"
+                if self._generations.newest()
+                else "There is no other generation to go on with",
             )
             self._generations.discard_part(status.generation)
             return

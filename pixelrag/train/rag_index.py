@@ -157,9 +157,13 @@ class KnowledgeBase:
             self._hand_over(step, self._unhindered | used_again)
             if not self.switch.settle(step):
                 reason = from_main(lambda: self._refresher.status.reason)
-                raise told_by_main(
-                    IndexError_(f"the first generation of the index cannot be made: {reason}")
-                )
+                told = f"the first generation of the index cannot be made: {reason}"
+                if like and "index.start_from" not in reason:
+                    told += (
+                        f". index.start_from {like}: name what `pixelrag index` made with this "
+                        "configuration, or leave it out"
+                    )
+                raise told_by_main(IndexError_(told))
             return
         # The snapshot of this very step is taken after its checkpoint: it will be taken anew.
         from_main(lambda: self._refresher.resume(step - 1))

@@ -12,12 +12,16 @@ import torch
 from pixelrag import cli
 from pixelrag.bench import attention, cases, data, engine, gradcache, kd_chunk, packing, rag_refresh
 from pixelrag.bench.cases import Ready, Skipped, measure_in_turns
+from pixelrag.bench.flops import count_flops
 from pixelrag.bench.machine import known_device, roofline
 from pixelrag.bench.models import causal, text_config
+from pixelrag.bench.peers_kd import naive
 from pixelrag.bench.rows import Row, Run, from_json, read_rows, to_csv, to_json, write_rows
 from pixelrag.bench.suite import SUITES, chosen, file_of, load_plan
 from pixelrag.bench.timing import Spread, Taken, interleaved, ratios
+from pixelrag.config.base import load
 from pixelrag.config.bench import AttentionConfig, DataWork, KDChunkConfig
+from pixelrag.config.rag import RagConfig
 from pixelrag.distributed.env import process_group
 from pixelrag.engine import build_engine
 from pixelrag.errors import ConfigError, DataError
@@ -405,3 +409,106 @@ def test_the_command_measures_and_reports(tmp_path: Path, capsys):
     assert "vocab=151936 dtype=bf16 loss=fused chunk=8192" in capsys.readouterr().out
     assert cli.main(["bench", "kd-chunk", "--help"]) == 0
     assert "--work.chunk_sizes" in capsys.readouterr().out
+
+
+def test_the_loss_needs_the_operations_of_its_products():
+    (row, *_) = measured("kd-chunk", "cpu-smoke", "--work.supervised=1", "--work.losses=fused")
+    work = load_plan("kd-chunk", "cpu-smoke", TINY["kd-chunk"]).config.work
+    x = kd_chunk.make_inputs(work, 40, torch.float32, CPU)
+    assert row.flops == count_flops(lambda: naive(x, 0.3, 8).backward())
+    some = work.model_copy(update={"tokens": 4000, "supervised": 0.3})
+    labels = kd_chunk.make_inputs(some, 40, torch.float32, CPU)["labels"]
+    assert (labels != -100).float().mean().item() == pytest.approx(0.3, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("replay", "forwards"), [("plain", 2), ("all", 2 * 8), ("half", 4 + 2 * 4), ("none", 8)]
+)
+def test_replay_is_what_it_says(replay: str, forwards: int):
+    config = load_plan("gradcache", "cpu-smoke", TINY["gradcache"]).config
+    with process_group("cpu"):
+        module = gradcache.tower(config, "text", CPU)
+        run = build_engine(module, gradcache.adamw, device=CPU)
+        sides = [gradcache.rows_of(module, config.work, "text", 8, seed, CPU) for seed in (0, 1)]
+        calls: list[int] = []
+        module.encoder.register_forward_hook(lambda *_: calls.append(1))
+        gradcache.step_of({"chunk": 2, "replay": replay}, run, *sides)()
+    assert len(calls) == forwards
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("gradcache", ["--work.towers=text", "--work.replay=all"]),
+        ("packing", ["--work.lengths=equal", "--work.ways=isolated"]),
+        ("attention", ["--work.documents=4", "--work.kernels=varlen"]),
+    ],
+)
+def test_bf16_computes_in_bf16(name: str, flags: list[str]):
+    seen: set[torch.dtype] = set()
+    linear = torch.nn.functional.linear
+
+    def spied(x, *others):
+        out = linear(x, *others)
+        seen.add(out.dtype)
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "linear", spied)
+        (row,) = measured(name, "cpu-smoke", *flags, "--work.precision=bf16")
+    assert not row.skipped
+    assert torch.bfloat16 in seen
+
+
+def test_the_engine_is_built_as_the_case_says(monkeypatch: pytest.MonkeyPatch):
+    class Built(Exception):
+        pass
+
+    def build(module, factory, **options):
+        raise Built(options)
+
+    monkeypatch.setattr(engine, "build_engine", build)
+    flags = ["--work.params=resident,sharded", "--work.precision=bf16", "--run.device=cpu"]
+    plan = load_plan("engine", "cpu-smoke", [*flags, "--work.engines=ddp,fsdp2"])
+    cases_of_all = [case for group in plan.groups() for case in group]
+    assert {c["engine"] for c in cases_of_all if c["params"] == "sharded"} == {"fsdp2"}
+    payload = {"config": plan.config.model_dump(mode="json"), "case": cases_of_all[-1]}
+    with process_group("cpu") as world, pytest.raises(Built) as found:
+        engine.worker(world, payload)
+    (options,) = found.value.args
+    said = {key: options[key] for key in ("grad_sync", "params", "precision")}
+    assert said == {"grad_sync": "per_chunk", "params": "sharded", "precision": "bf16"}
+    assert options["name"] == "fsdp2"
+    assert len(options["blocks"]) == plan.config.text.num_layers
+
+
+def test_the_rag_job_is_the_one_that_the_suite_describes(tmp_path: Path):
+    flags = ["--work.factory=Flat", "--work.k=3", "--work.global_batch=12", "--work.steps=9"]
+    config = load_plan("rag-refresh", "cpu-smoke", [*flags, "--work.every_steps=4"]).config
+    world = SimpleNamespace(world_size=2)
+    job, _ = load(RagConfig, rag_refresh.job_flags(config, tmp_path, world))
+    assert (job.index.factory, job.retrieval.k, job.batch.per_device_batch_size) == ("Flat", 3, 6)
+    assert (job.optim.max_steps, job.refresh.every_steps, job.engine.name) == (9, 4, "fsdp2")
+
+
+def test_threads_are_those_of_the_suite():
+    seen: list[int] = []
+
+    def prepare(config, of, device):
+        return [Ready(lambda: seen.append(torch.get_num_threads()))]
+
+    before = torch.get_num_threads()
+    try:
+        config = KDChunkConfig(run={"device": "cpu", "memory": False, "rounds": 1, "threads": 2})
+        list(measure_in_turns("x", prepare, config, [{"n": 1}]))
+    finally:
+        torch.set_num_threads(before)
+    assert set(seen) == {2}
+
+
+def test_workers_deliver_what_the_process_itself_does():
+    work = DataWork(samples=6, batch=3, tokens=12, row_length=32)
+    for source in ("pairs", "packed"):
+        own, one = (data._prepare(work, {"source": source, "workers": n}) for n in (0, 1))
+        assert own.tokens == one.tokens > 0
+    assert "cores here" in str(data._prepare(work, {"source": "pairs", "workers": 10_000}))

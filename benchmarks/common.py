@@ -42,6 +42,7 @@ class Results:
             torch.device("cpu"), profile=options.title or "", threads=threads,
             command=" ".join(["python -m", f"benchmarks.{suite}", *sys.argv[1:]]),
             config_hash=hashlib.sha256(text.encode()).hexdigest()[:12],
+            load_average=os.getloadavg()[0],
         )  # fmt: skip
         self.rows: list[Row] = []
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pixelrag.bench.rows import Row, name_of, write_rows
@@ -66,31 +68,34 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.write(help_text(f"pixelrag bench {name}", about.__doc__ or "", about, OWN))
         return 0
     command = shlex.join(["pixelrag", "bench", *argv])
+    load_average = os.getloadavg()[0]  # before this command's own work adds to it
     for plan in plans:
-        _run(plan, Path(own.get("output", "bench")), command, dry="dry-run" in own)
+        if "dry-run" in own:
+            _tell(plan)
+        else:
+            _run(plan, Path(own.get("output", "bench")), command, load_average)
     return 0
 
 
-def _run(plan: Plan, folder: Path, command: str, *, dry: bool) -> None:
-    from dataclasses import replace
-
+def _tell(plan: Plan) -> None:
     groups = plan.groups()
-    if dry:
-        say(f"{plan.title} {plan.profile}: {sum(map(len, groups))} cases")
-        for group in groups:
-            say("  " + "\n  ".join(map(name_of, group)))
-        return
+    say(f"{plan.title} {plan.profile}: {sum(map(len, groups))} cases")
+    for group in groups:
+        say("  " + "\n  ".join(map(name_of, group)))
+
+
+def _run(plan: Plan, folder: Path, command: str, load_average: float) -> None:
     from pixelrag.bench.machine import this_run
     from pixelrag.distributed.env import choose_device
 
     run = this_run(
         choose_device(plan.config.run.device, 0), profile=plan.profile, command=command,
-        config_hash=plan.config_hash, threads=plan.config.run.threads,
+        config_hash=plan.config_hash, threads=plan.config.run.threads, load_average=load_average,
     )  # fmt: skip
     title = f"{plan.title}-{plan.profile}" if plan.profile else plan.title
     rows: list[Row] = []
     measure = SUITES[plan.name].workload().measure
-    for group in groups:
+    for group in plan.groups():
         for row in measure(plan.config, group):
             rows.append(replace(row, run=run))
             say(line_of(row))

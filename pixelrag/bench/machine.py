@@ -81,7 +81,13 @@ def roofline(
 
 
 def this_run(
-    device: torch.device, *, profile: str, command: str, config_hash: str, threads: int
+    device: torch.device,
+    *,
+    profile: str,
+    command: str,
+    config_hash: str,
+    threads: int,
+    load_average: float,
 ) -> Run:
     """Where, when and with what the rows of this run are measured."""
     return Run(
@@ -94,7 +100,7 @@ def this_run(
         versions={name: found for name in PACKAGES if (found := _version(name))},
         commit=commit(),
         date=time.strftime("%Y-%m-%d", time.gmtime()),
-        load_average=round(os.getloadavg()[0], 2),
+        load_average=round(load_average, 2),
     )
 
 

@@ -64,7 +64,10 @@ COMMANDS = {
         "check a configuration and every row of its data",
         "pixelrag.validate.command",
         "any",
-        {"world_size": "processes that the run will have (default: the launcher's, else 1)"},
+        {
+            "world_size": "processes that the run will have (default: the launcher's, else 1)",
+            "device": "device of `pixelrag plan` to estimate the time for (default: this one's)",
+        },
         trains=True,
     ),
     "plan": Command(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import shlex
 import tempfile
@@ -102,13 +101,11 @@ def _write(path: Path, text: str) -> None:
 
 def _next(job: str, path: str) -> list[str]:
     config = f"--config {shlex.quote(path)}"
-    plan = f"pixelrag plan {config}" if importlib.util.find_spec("pixelrag.plan") else None
     lines = {
         f"pixelrag validate {config}": "checks every row, and says how long the run will be",
-        plan: "predicts memory and time",
+        f"pixelrag plan {config} --device h100": "predicts memory and time on such GPUs",
         f"pixelrag {job} {config}": "trains",
         f"torchrun --nproc_per_node 2 -m pixelrag {job} {config}": "trains on two devices",
     }
-    lines = {words: why for words, why in lines.items() if words}
     width = max(map(len, lines))
     return [f"{words:<{width}}  # {why}" for words, why in lines.items()]

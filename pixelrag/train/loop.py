@@ -29,7 +29,7 @@ from pixelrag.train.job import open_rank_log
 from pixelrag.train.metrics import RunningMeans, Throughput, peak_memory
 from pixelrag.train.metrics_writer import MetricsWriter
 from pixelrag.train.optimizer import set_learning_rates
-from pixelrag.train.progress import ProgressView
+from pixelrag.train.progress import ProgressView, describe, duration
 from pixelrag.train.run_state import RunState, gather_ids, seed_step
 from pixelrag.train.saver import Saver
 from pixelrag.train.schedule import multiplier, resolve_warmup
@@ -324,6 +324,11 @@ class Loop:
         if self._best is not None:  # nothing held out, nothing best
             kept.insert(0, str(self._output / "best"))
         view.message(f"done: the model is in {' and in '.join(kept)}")
+        told = describe(summary | self._last_figures)
+        view.message(
+            f"it took {duration(summary['seconds'])}: {told}; look at it with `pixelrag plot "
+            f"{self._output}`"
+        )
         return summary
 
     def _write_summary(self, summary: dict[str, Any]) -> None:

@@ -24,6 +24,8 @@ from rich.table import Column
 # Shown in this order when present; the rest is in metrics.jsonl.
 _SHOWN = {
     "train/loss": "loss",
+    "train/ce_loss": "CE",
+    "train/kd_loss": "KD",
     "train/grad_norm": "grad norm",
     "train/lr": "lr",
     "train/temperature": "temperature",
@@ -32,7 +34,12 @@ _SHOWN = {
     "eval/accuracy": "eval accuracy",
     "eval/recall@1": "eval recall@1",
     "eval/ndcg@10": "eval ndcg@10",
+    "eval/agreement": "eval agreement",
+    "eval/em": "eval EM",
+    "index/age_steps": "index age",
+    "perf/step_seconds": "s/step",
     "perf/rows_per_second": "rows/s",
+    "perf/tokens_per_second": "tokens/s",
     "mem/peak_gib": "peak GiB",
 }
 

@@ -1,12 +1,18 @@
 """The command: what is checked depends on the job that the configuration is of."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from pixelrag.config.contrastive import ContrastiveConfig
 from pixelrag.config.distill import DistillConfig
 from pixelrag.config.rag import RagConfig
 from pixelrag.console import say
 from pixelrag.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pixelrag.validate.duration import Hardware
 
 
 def main(
@@ -19,10 +25,10 @@ def main(
 
     Args:
         config: the job's.
-        own: perhaps `world_size`, the processes that the run will have.
+        own: perhaps `world_size`, the processes that the run will have, and `device`, on which.
 
     Raises:
-        ConfigError: `world_size` is no number of processes.
+        ConfigError: `world_size` is no number of processes, or no device is called `device`.
     """
     if isinstance(config, DistillConfig):
         from pixelrag.validate.texts import check
@@ -30,17 +36,20 @@ def main(
         from pixelrag.validate.rag import check
     else:
         from pixelrag.validate.pairs import check
-    code = check(config, _world_size(own or {}))
+    code = check(config, _hardware(own or {}))
     say("not valid" if code else "valid")
     return code
 
 
-def _world_size(own: Mapping[str, str]) -> int:
-    text = own.get("world_size")
-    if text is None:
-        from pixelrag.distributed.env import read_ranks
+def _hardware(own: Mapping[str, str]) -> Hardware:
+    from pixelrag.distributed.env import read_ranks
+    from pixelrag.plan.hardware import device_named
+    from pixelrag.validate.duration import Hardware
 
-        return read_ranks()[1]
+    device = own.get("device")
+    if device is not None:
+        device_named(device)
+    text = own.get("world_size", str(read_ranks()[1]))
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"--world_size: got {text!r}, expected a number of processes, 1 or more")
-    return int(text)
+    return Hardware(int(text), device)

@@ -2,49 +2,95 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from pixelrag.config.base import JobConfig
 from pixelrag.distributed.env import choose_device
-from pixelrag.errors import EngineError
-from pixelrag.train.flops import peak_of
+from pixelrag.errors import EngineError, PixelragError
 
 MFU = 0.4
 """Share of a GPU's peak that training reaches with large models; small ones reach less."""
+_DEVICES_A_NODE = 8
+_NETWORK = 50e9  # bytes a second between nodes, as `pixelrag plan` has it where nothing is said
 _SIZE = 512
 _SECONDS = 0.05
 
 
-def duration(config: JobConfig, flops: float, world_size: int) -> str:
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """On what a run is to be: processes, and a device of `pixelrag plan` that is not here."""
+
+    world_size: int = 1
+    device: str | None = None
+
+
+def duration(
+    config: JobConfig, flops: float, steps: int, hardware: Hardware, **lengths: float
+) -> str:
     """The time of a whole run as a sentence.
 
     Args:
         config: the job's; its engine says where it runs.
-        flops: operations of all steps of all ranks.
-        world_size: ranks.
+        flops: operations of a step, of all ranks.
+        steps: of the run.
+        hardware: that it is to run on.
+        lengths: means of what a step sees, as `pixelrag.plan.workload.Lengths` has them.
     """
-    engine = config.engine
+    name = hardware.device
+    world_size = hardware.world_size
+    if name is None:
+        try:
+            here = choose_device(config.engine.device, 0)
+        except EngineError:
+            return f"time: unknown; engine.device is {config.engine.device}, and there is none here"
+        if here.type == "cpu":
+            rate = _measured_rate()
+            return (
+                f"time: at least {_shown(flops * steps / (rate * world_size))} of arithmetic on "
+                f"{world_size} x cpu: {flops * steps / 1e12:,.3g} TFLOP at {rate / 1e9:,.0f} "
+                "GFLOP/s, what plain matrix products reach here just now; reading, evaluating and "
+                "saving come on top"
+            )
+        name = torch.cuda.get_device_name(here)
+    return _planned(config, steps, Hardware(world_size, name), lengths)
+
+
+def _planned(
+    config: JobConfig, steps: int, hardware: Hardware, lengths: Mapping[str, float]
+) -> str:
+    """By the planner, for a device that it knows."""
+    from pixelrag.plan.hardware import DEVICES, Cluster
+    from pixelrag.plan.prediction import predict
+    from pixelrag.plan.workload import Lengths
+
+    words = re.findall(r"[a-z0-9]+", (hardware.device or "").lower())
+    device = next((DEVICES[word] for word in words if word in DEVICES), None)
+    if device is None:
+        known = ", ".join(DEVICES)
+        return f"time: unknown; {hardware.device} is none of the planner's devices: {known}"
+    whole = {
+        name: value if name == "supervised" else round(value)
+        for name, value in lengths.items()
+        if value
+    }
+    world_size = hardware.world_size
+    nodes = -(-world_size // _DEVICES_A_NODE)
+    cluster = Cluster(device, nodes, -(-world_size // nodes), _NETWORK)
     try:
-        device = choose_device(engine.device, 0)
-    except EngineError:
-        return f"time: unknown; engine.device is {engine.device}, and there is none here"
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        peak = peak_of(device, engine.precision)
-        if peak is None:
-            return f"time: unknown; the peak of {name} in {engine.precision} is not on record"
-        rate, ground = peak * MFU, f"{MFU:.0%} of the bf16 peak of {name}, for large models"
-    else:
-        rate = _measured_rate()
-        ground = f"{rate / 1e9:,.0f} GFLOP/s, what plain matrix products reach here just now"
-    seconds = flops / (rate * world_size)
+        found = predict(config, world_size, Lengths(**whole), device)
+    except PixelragError as error:
+        return f"time: unknown; the planner says: {error}"
+    bounds = found.seconds(cluster, config.engine.precision, MFU)
+    what = max(bounds, key=bounds.__getitem__)
     return (
-        f"time: at least {_shown(seconds)} of arithmetic on {world_size} x {device.type}: "
-        f"{flops / 1e12:,.3g} TFLOP at {ground}; reading, evaluating and saving come on top"
+        f"time: at least {_shown(bounds[what] * steps)} on {world_size} x {device.name}, a bound "
+        f"of the planner's by {what} at {MFU:.0%} MFU; `pixelrag plan` tells memory, too"
     )
 
 

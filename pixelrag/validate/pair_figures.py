@@ -21,10 +21,11 @@ from pixelrag.models.preprocess import Preprocessor
 from pixelrag.models.tower_parts import part_of, unfreeze
 from pixelrag.train.inputs import require_text
 from pixelrag.train.pair_sampler import TrainingRows, build_sampler
-from pixelrag.validate.duration import duration
+from pixelrag.validate.duration import Hardware, duration
 from pixelrag.validate.histogram import histogram
 
 _PATCHES = 4  # that make a visual token
+_AROUND = 32.0  # tokens of the template around an image, about
 
 
 def read_model(config: ContrastiveConfig, rows: Sequence[PairRow]) -> tuple[Embedder, Preprocessor]:
@@ -56,12 +57,32 @@ class _Lengths:
     visual: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class _Means:
+    """Mean tokens of what a step sees; 0 where there is none."""
+
+    query: float
+    text: float
+    visual: float
+
+    @classmethod
+    def of(cls, lengths: _Lengths, preprocessor: Preprocessor) -> _Means:
+        def kept(values: list[int], limit: int | None) -> float:
+            return mean(min(value, limit) for value in values) if values and limit else 0.0
+
+        return cls(
+            kept(lengths.queries, preprocessor.query_max_length),
+            kept(lengths.texts, preprocessor.document_max_length),
+            kept(lengths.visual, preprocessor.max_visual_tokens),
+        )
+
+
 def figures(
     config: ContrastiveConfig,
     rows: Mapping[Part, Sequence[PairDataset]],
     embedder: Embedder,
     preprocessor: Preprocessor,
-    world_size: int,
+    hardware: Hardware,
 ) -> Iterator[str]:
     """The lines that end a validation.
 
@@ -69,11 +90,12 @@ def figures(
         config: the job's.
         rows: usable rows of each path, by its part; those to train on must all be there.
         embedder, preprocessor: as `read_model` gave them.
-        world_size: processes of the run.
+        hardware: that the run is to be on.
 
     Raises:
         ConfigError, DataError: the data are too few for the batch or the weights.
     """
+    world_size = hardware.world_size
     sets, texts = rows["train"], rows.get("text", [])
     training = TrainingRows(sets[0], [len(s) for s in sets], sum(len(s) for s in texts))
     world = World(0, world_size, 0, torch.device("cpu"))
@@ -100,8 +122,10 @@ def figures(
     samples = _sampled(every)
     lengths = _measured(samples, preprocessor)
     yield from _shown(samples, lengths, preprocessor)
-    flops = _flops(config, embedder, preprocessor, lengths, documents, samples)
-    yield duration(config, flops * steps * global_rows * accumulated, world_size)
+    means = _Means.of(lengths, preprocessor)
+    flops = _flops(config, embedder, means, documents, samples) * global_rows * accumulated
+    seen = {"query": means.query, "document": means.text or _AROUND, "image": means.visual}
+    yield duration(config, flops, steps, hardware, **seen)
 
 
 def _sampled(rows: Sequence[PairRow]) -> tuple[Sample[str], Sample[Document], Sample[Document]]:
@@ -162,8 +186,7 @@ def _shown(
 def _flops(
     config: ContrastiveConfig,
     embedder: Embedder,
-    preprocessor: Preprocessor,
-    lengths: _Lengths,
+    means: _Means,
     documents: float,
     samples: tuple[Sample, Sample, Sample],
 ) -> float:
@@ -179,15 +202,8 @@ def _flops(
     passes = (2 if config.lora.enabled else 3) + (config.batch.replay != "none")
     _, texts, images = samples
     share = images.seen / max(1, images.seen + texts.seen)
-
-    def kept(values: list[int], limit: int | None) -> float:
-        return mean(min(value, limit) for value in values) if values and limit else 0.0
-
-    visual = kept(lengths.visual, preprocessor.max_visual_tokens)
-    text = kept(lengths.texts, preprocessor.document_max_length)
-    tokens = kept(lengths.queries, preprocessor.query_max_length)
-    patches = 0.0
+    tokens, patches = means.query, 0.0
     if "document" in config.train:
-        tokens += documents * (share * visual + (1 - share) * text)
-        patches = documents * share * visual * _PATCHES
+        tokens += documents * (share * means.visual + (1 - share) * means.text)
+        patches = documents * share * means.visual * _PATCHES
     return 2.0 * passes * (body["text"] * tokens + body["vision"] * patches)

@@ -12,6 +12,7 @@ from pixelrag.data.images import image_progress_bar
 from pixelrag.data.pairs import PairDataset, check_files, images_in_text, load_corpus
 from pixelrag.data.tile_questions import load_tile_set
 from pixelrag.errors import DataError, PixelragError
+from pixelrag.validate.duration import Hardware
 from pixelrag.validate.pair_figures import figures, read_model
 
 
@@ -29,7 +30,7 @@ class _Found:
         self.codes.append(error.exit_code)
 
 
-def check(config: ContrastiveConfig, world_size: int = 1) -> int:
+def check(config: ContrastiveConfig, hardware: Hardware | None = None) -> int:
     """Print each bad row by file, line and reason, then what the run would be.
 
     A file that cannot be read at all is reported like a bad row, and the others are still checked.
@@ -67,7 +68,7 @@ def check(config: ContrastiveConfig, world_size: int = 1) -> int:
         read = [row for sets in found.rows.values() for rows in sets for row in rows]
         embedder, preprocessor = read_model(config, read)
         if not found.codes:
-            for line in figures(config, found.rows, embedder, preprocessor, world_size):
+            for line in figures(config, found.rows, embedder, preprocessor, hardware or Hardware()):
                 say(line)
     except PixelragError as error:
         found.fault(error)

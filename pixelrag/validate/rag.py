@@ -6,9 +6,10 @@ from pixelrag.data.passages import PassageStore
 from pixelrag.data.questions import QuestionDataset
 from pixelrag.errors import DataError, PixelragError
 from pixelrag.retrieval.refresh_spec import OnRay
+from pixelrag.validate.duration import Hardware
 
 
-def check(config: RagConfig, world_size: int = 1) -> int:
+def check(config: RagConfig, hardware: Hardware | None = None) -> int:
     """Print each fault and what the run would be; return 0, or the exit code of the first fault."""
     from pixelrag.models.generator_load import outline_generator, read_prompts
     from pixelrag.retrieval.ray_config import on_ray
@@ -59,7 +60,7 @@ def check(config: RagConfig, world_size: int = 1) -> int:
             data = RagData(passages, sets["train"], held_out)
             check_images(config, passages, encoders[1][1], prompts)
             check_lengths(config, data, prompts)
-            for line in figures(config, data, encoders, prompts, world_size):
+            for line in figures(config, data, encoders, prompts, hardware or Hardware()):
                 say(line)
     except PixelragError as error:
         say(str(error))

@@ -16,7 +16,7 @@ from pixelrag.models.preprocess import Preprocessor
 from pixelrag.retrieval.document_encoder import passage_document
 from pixelrag.train.job import num_steps
 from pixelrag.train.rag_data import RagData, document_encoder_config
-from pixelrag.validate.duration import duration, parameters
+from pixelrag.validate.duration import Hardware, duration, parameters
 from pixelrag.validate.histogram import histogram
 
 Encoder = tuple[Embedder, Preprocessor]
@@ -46,7 +46,7 @@ def figures(
     data: RagData,
     encoders: tuple[Encoder, Encoder],
     prompts: GeneratorPreprocessor,
-    world_size: int,
+    hardware: Hardware,
 ) -> Iterator[str]:
     """The lines that end a validation.
 
@@ -55,8 +55,9 @@ def figures(
         data: what it reads.
         encoders: as `read_encoders` gave them.
         prompts: of the generator.
-        world_size: processes of the run.
+        hardware: that the run is to be on.
     """
+    world_size = hardware.world_size
     batch, k, num_questions = config.batch, config.retrieval.k, len(data.questions)
     rows = batch.rows(world_size) * batch.gradient_accumulation_steps
     whole, rest = divmod(num_questions, batch.rows(world_size))
@@ -106,11 +107,13 @@ def figures(
     )
     generator = parameters(outline_generator(config.generator, config.generator_lora).blocks())
     encoder_passes = (2 if config.encoder_lora.enabled else 3) + 1  # chunks run twice
-    flops = parameters(question.blocks()) * mean(asked)
+    asked_mean = mean(min(n, ask.query_max_length) for n in asked)
+    shown = mean(min(n, show.document_max_length) for n in read)
+    flops = parameters(question.blocks()) * asked_mean
     flops *= encoder_passes if "question" in config.train else 1
     if "document" in config.train:
-        shown = mean(min(n, show.document_max_length) for n in read)
         flops += encoder_passes * k * parameters(document.blocks()) * shown
     writes = (2 if config.generator_lora.enabled else 3) if "generator" in config.train else 1
     flops += writes * k * generator * written
-    yield duration(config, 2.0 * flops * rows * steps, world_size)
+    lengths = {"query": asked_mean, "document": shown}
+    yield duration(config, 2.0 * flops * rows, steps, hardware, **lengths)

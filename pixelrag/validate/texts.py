@@ -21,11 +21,11 @@ from pixelrag.train.distill_data import (
 )
 from pixelrag.train.distill_models import agree_on_models, check_cache
 from pixelrag.train.job import num_steps
-from pixelrag.validate.duration import duration
+from pixelrag.validate.duration import Hardware, duration
 from pixelrag.validate.histogram import histogram
 
 
-def check(config: DistillConfig, world_size: int = 1) -> int:
+def check(config: DistillConfig, hardware: Hardware | None = None) -> int:
     """Print each fault and what the run would be; return 0, or the exit code of the first fault.
 
     Tokenizers and configurations of the models are read (from a hub, where they are named so), then
@@ -59,7 +59,7 @@ def check(config: DistillConfig, world_size: int = 1) -> int:
     except PixelragError as error:
         say(str(error))
         return error.exit_code
-    for line in _run_in_figures(config, data, budget, world_size):
+    for line in _run_in_figures(config, data, budget, hardware or Hardware()):
         say(line)
     return 0
 
@@ -89,9 +89,10 @@ def _read(
 
 
 def _run_in_figures(
-    config: DistillConfig, data: DistillData, budget: Budget, world_size: int
+    config: DistillConfig, data: DistillData, budget: Budget, hardware: Hardware
 ) -> list[str]:
     batch, plan, length = config.batch, data.train, config.packing.length
+    world_size = hardware.world_size
     step_rows = batch.rows(world_size)
     steps_per_epoch = -(-plan.num_rows // step_rows)
     steps = num_steps(config, steps_per_epoch)
@@ -118,5 +119,9 @@ def _run_in_figures(
         f"{steps_per_epoch:,} steps an epoch"
     )
     lines += histogram("samples", lengths.tolist(), length, "packing.length")
-    lines.append(duration(config, per_epoch * steps / steps_per_epoch, world_size))
+    share = int(rows.supervised.sum()) / int(rows.tokens.sum())
+    lengths_of = {"document": float(lengths.mean()), "supervised": share}
+    loss = config.loss.model_copy(update={"vocab_size": budget.vocab_size})
+    config = config.model_copy(update={"loss": loss})
+    lines.append(duration(config, per_epoch / steps_per_epoch, steps, hardware, **lengths_of))
     return lines

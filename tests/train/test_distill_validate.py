@@ -149,6 +149,14 @@ def test_tokens_that_only_one_model_has_are_named(validate, classroom):
     assert f"set it to at most {len(tokenizer)}" in lines[0]
 
 
+def test_the_time_on_a_device_that_is_not_here(lesson, tmp_path, capsys):
+    assert main([*command(tmp_path, lesson, "validate"), "--device=h100"]) == 0
+    told = capsys.readouterr().out
+    assert " on 1 x h100, a bound of the planner's by " in told
+    assert "a step learns from about " in told
+    assert "samples (48): half have at most " in told
+
+
 def test_rows_longer_than_a_model_reads(validate):
     code, lines = validate({"packing": {"length": 513}})
     assert code == 4

@@ -60,4 +60,6 @@ def test_other_ranks_are_silent(mode):
 def test_text():
     assert describe(VALUES) == "loss 1.235  lr 2e-05"
     assert describe({"train/loss": float("nan")}) == "loss nan"
+    rates = {"perf/tokens_per_second": 1234.5, "perf/step_seconds": 0.25, "train/kd_loss": 2.0}
+    assert describe(rates) == "KD 2  s/step 0.25  tokens/s 1234"
     assert [duration(s) for s in (0.4, 59.6, 200, 7500)] == ["0s", "1m00s", "3m20s", "2h05m"]

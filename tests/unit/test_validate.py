@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from transformers import BertModel
 
 from pixelrag.cli import main
 
@@ -126,6 +127,18 @@ def test_the_run_in_figures(rows, capsys):
     assert documents.startswith("documents of text (72): half")
     assert documents.endswith("; 100.0% are longer than model.document_max_length 3")
     assert any(line.startswith("time: at least ") and "on 2 x cpu" in line for line in lines)
+    # Two a parameter of the layers and token, four passes (one is GradCache's), 3 steps of 16 rows
+    # with a query of 4 or 5 tokens and three documents of 3.
+    layers = BertModel.from_pretrained("bert").encoder.layer
+    body, tokens = sum(p.numel() for p in layers.parameters()), (10 * 4 + 14 * 5) / 24 + 3 * 3
+    (time,) = (line for line in lines if line.startswith("time: at least "))
+    assert f": {2 * 4 * body * tokens * 16 * 3 / 1e12:,.3g} TFLOP at " in time
+    assert main([*RUN, *flags, "--device=h200"]) == 0
+    told = capsys.readouterr().out
+    assert "on 2 x h200, a bound of the planner's by " in told
+    assert "at 40% MFU" in told
+    assert main([*RUN, *flags, "--device=abacus"]) == 2
+    assert "--device: got 'abacus', expected one of " in capsys.readouterr().err
     assert main([*RUN, *flags, "--world_size=none"]) == 2
     assert "--world_size: got 'none', expected a number of processes" in capsys.readouterr().err
 

@@ -75,7 +75,7 @@ def destroy_process_group() -> None:
 
     It would otherwise hold on to the first group of a process, also when that is gone.
     """
-    comm = sys.modules.get("deepspeed.comm.comm")
+    comm: Any = sys.modules.get("deepspeed.comm.comm")
     if comm is None or comm.cdb is None:
         dist.destroy_process_group()
         return

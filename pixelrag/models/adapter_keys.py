@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from peft import PeftModel
-from torch import nn
 
 from pixelrag.errors import ModelError
 
@@ -65,7 +65,7 @@ def check_effect(model: PeftModel, token_ids: torch.Tensor, name: str) -> None:
         )
 
 
-def _look(base: nn.Module) -> torch.Tensor:
+def _look(base: Any) -> torch.Tensor:
     """What the vision tower makes of one block of patches."""
     vision = base.config.vision_config
     side = vision.spatial_merge_size

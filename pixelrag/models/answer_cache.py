@@ -33,7 +33,7 @@ from safetensors.torch import load_file
 from pixelrag.errors import ProvenanceError
 from pixelrag.json_text import is_beside, read_json
 from pixelrag.losses.kd import Head, Projected, TopK
-from pixelrag.models.state_codec import decode
+from pixelrag.models.state_codec import Codec, decode
 from pixelrag.models.teacher import TeacherRequest
 
 MANIFEST = "manifest.json"
@@ -76,7 +76,7 @@ class Manifest:
     data: tuple[str, ...]
     num_documents: int
     num_tokens: int
-    codec: str = ""
+    codec: Codec | Literal[""] = ""
     k: int = 0
     temperature: float = 0.0
     logit_scale: float = 1.0

@@ -72,7 +72,7 @@ class AnswerWriter:
 
     def _keep(self, key: bytes, states_NH: torch.Tensor) -> None:
         manifest = self._manifest
-        if manifest.kind == "top_k":
+        if manifest.kind == "top_k" or manifest.codec == "":
             parts = self._top_k(states_NH)
         else:
             parts = encode(states_NH, manifest.codec)
@@ -126,7 +126,10 @@ class AnswerWriter:
 
 def join_ranks(folder: Path, manifest: Manifest, num_ranks: int) -> Manifest:
     """Make one index of the ranks' and write the manifest; on one rank, when all have finished."""
-    keys, places, digests, parts = [], [], [], []
+    keys: list[torch.Tensor] = []
+    places: list[torch.Tensor] = []
+    digests: list[torch.Tensor] = []
+    parts: list[str] = []
     for rank in range(num_ranks):
         path = folder / f"index-{rank}.safetensors"
         index = load_file(path)

@@ -170,12 +170,14 @@ def document_attention(
         from torch.nn.attention.varlen import varlen_attn
 
         reach = -1 if sliding_window is None else sliding_window - 1
+        assert max_length_q is not None  # comes with the bounds
         out = varlen_attn(
             query, key, value, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q,
             scale=scale,
             window_size=(reach, 0 if causal else reach),
             enable_gqa=key.shape[1] != heads,
         )  # fmt: skip
+        assert isinstance(out, torch.Tensor)  # no log-sum-exp was asked for
         return out.unflatten(0, (batch, length)), None
     # Neighbours of one length go through one call.
     sizes = [stop - start for start, stop in itertools.pairwise(cu_seq_lens_q.tolist())]
@@ -183,7 +185,9 @@ def document_attention(
     tokens = [size * number for size, number in alike]
     parts = [
         _equally_long(
-            *(x.unflatten(0, (-1, size)).transpose(1, 2) for x in (q, k, v)),
+            q.unflatten(0, (-1, size)).transpose(1, 2),
+            k.unflatten(0, (-1, size)).transpose(1, 2),
+            v.unflatten(0, (-1, size)).transpose(1, 2),
             scale, dropout, sliding_window, softcap, causal,
         )
         for (size, _), q, k, v in zip(
@@ -214,8 +218,8 @@ def _equally_long(
     """Attention of N documents of T tokens, [N * T, H, D]."""
     length, query, key, value = query_NHTD.shape[2], query_NHTD, key_NKTD, value_NKTD
     shared = query.shape[1] // key.shape[1]
-    limited = window is not None and length > window
-    if softcap is None and not limited:
+    reach = None if window is None or length <= window else window
+    if softcap is None and reach is None:
         out = F.scaled_dot_product_attention(
             query, key, value,
             dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=shared > 1,
@@ -225,8 +229,8 @@ def _equally_long(
     age = torch.arange(length, device=query.device)
     age = age[:, None] - age
     seen = age >= 0 if causal else torch.ones_like(age, dtype=torch.bool)
-    if limited:
-        seen &= age.abs() < window
+    if reach is not None:
+        seen &= age.abs() < reach
     scores = query @ key.transpose(2, 3) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from pixelrag.losses.temperature import LogitScale
+from pixelrag.models.embedder import Embedder
 
 
 class BiEncoder(nn.Module):
@@ -20,7 +21,7 @@ class BiEncoder(nn.Module):
 
     def __init__(
         self,
-        encoder: nn.Module,
+        encoder: Embedder,
         *,
         temperature: float = 0.07,
         learnable_temperature: bool = True,

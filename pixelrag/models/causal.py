@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from peft import PeftModel
@@ -74,7 +74,8 @@ class CausalLM(nn.Module):
     @property
     def base_model(self) -> PreTrainedModel:
         """The transformers model itself, without PEFT's wrapper."""
-        return self.lm.get_base_model() if isinstance(self.lm, PeftModel) else self.lm
+        model = self.lm.get_base_model() if isinstance(self.lm, PeftModel) else self.lm
+        return cast(PreTrainedModel, model)
 
     @property
     def body(self) -> nn.Module:
@@ -171,6 +172,7 @@ class CausalLM(nn.Module):
 
     def compile_blocks(self) -> None:
         """Compile each layer where it stands; names of parameters stay as they are."""
+        block: Any
         for block in self.blocks():
             if getattr(block, "gradient_checkpointing", False):
                 # Nothing within a checkpoint is compiled if the compiler cannot trace all of it.
@@ -255,8 +257,8 @@ def _adapter_settings(head: LoraLayer) -> tuple[float, float]:
     if head.use_dora.get(name, False):
         raise ModelError("a DoRA adapter on lm_head is not supported; use plain LoRA there")
     dropout = head.lora_dropout[name]
-    active = head.training and isinstance(dropout, nn.Dropout)
-    return head.scaling[name], dropout.p if active else 0.0
+    p = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
+    return head.scaling[name], p
 
 
 def _logit_scale(model: PreTrainedModel) -> float:

@@ -113,8 +113,7 @@ def load_student(
             keep_layers(model, config.num_layers)
         with quiet():
             lm = _with_adapters(model, adapter_config, adapter, base)
-    lm = widened(lm, dtype)
-    student = CausalLM(lm, "student")
+    student = CausalLM(widened(lm, dtype), "student")
     if config.gradient_checkpointing:
         student.enable_gradient_checkpointing()
     if config.compile:
@@ -138,8 +137,7 @@ def load_frozen(
     """
     source = teacher_source(config)
     model = _load(source, config, "teacher", dtype, dtype == torch.bfloat16, cuda, False)
-    model = widened(model, dtype).requires_grad_(False)
-    teacher = CausalLM(model, "teacher")
+    teacher = CausalLM(widened(model, dtype).requires_grad_(False), "teacher")
     logger.info(
         "teacher %s: %s parameters in %s, %d layers, %d vocabulary rows",
         source.name, f"{sum(p.numel() for p in model.parameters()):,}",
@@ -164,18 +162,19 @@ def outline(
     Raises:
         ModelError: its configuration is not there or not one of a causal language model.
     """
-    is_student = isinstance(config, StudentConfig)
-    setting = "student" if is_student else "teacher"
-    base, _ = _base_of(student_source(config) if is_student else teacher_source(config))
+    student = config if isinstance(config, StudentConfig) else None
+    setting = "teacher" if student is None else "student"
+    source = student_source(config) if isinstance(config, StudentConfig) else teacher_source(config)
+    base, _ = _base_of(source)
     # What runs on other hardware need not run here.
     plain = config.model_copy(update={"attention": attention, "liger": "off"})
     with torch.device("meta"):
         model = _load(base, plain, setting, torch.float32, False, False, True)
-    if is_student and config.num_layers is not None:
-        keep_layers(model, config.num_layers)
+    if student is not None and student.num_layers is not None:
+        keep_layers(model, student.num_layers)
     if adapter_config is not None and adapter_config.enabled:
         with quiet():
-            model = _with_adapters(model, adapter_config, None, base)
+            return CausalLM(_with_adapters(model, adapter_config, None, base), setting)
     return CausalLM(model, setting)
 
 
@@ -243,7 +242,7 @@ def pretrained(
         ModelError: it does not load.
     """
     # Safetensors (or GGUF) only: the older format is a pickle, which may run code when read.
-    form = _gguf(source) or {"use_safetensors": True}
+    form: dict[str, Any] = {**_gguf(source)} or {"use_safetensors": True}
     with as_model_error(source):
         model, info = auto_class.from_pretrained(
             source.location, config=config, output_loading_info=True, **form, **options
@@ -285,7 +284,7 @@ def keep_layers(model: PreTrainedModel, num_layers: int) -> list[int]:
         lists[0].append(blocks[old])
         for module in blocks[old].modules():
             if hasattr(module, "layer_idx"):
-                module.layer_idx = index
+                setattr(module, "layer_idx", index)  # noqa: B010  # no submodule, whatever nn says
     for name in ("layer_types", "mlp_layer_types"):
         if kinds := getattr(config, name, None):
             setattr(config, name, [kinds[old] for old in kept])

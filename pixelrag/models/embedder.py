@@ -9,7 +9,7 @@ import contextlib
 import inspect
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import PeftModel
@@ -59,10 +59,11 @@ class Embedder(nn.Module):
         self._touch: VisionTouch | None = None
         self._takes_positions = False
         if self.has_vision:
+            tower: Any = model  # Qwen3-VL's own attributes
             vision = model.config.vision_config
             patch_values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-            self._touch = VisionTouch(model.visual, patch_values, vision.spatial_merge_size)
-            model.language_model.register_forward_pre_hook(self._touch, with_kwargs=True)
+            self._touch = VisionTouch(tower.visual, patch_values, vision.spatial_merge_size)
+            tower.language_model.register_forward_pre_hook(self._touch, with_kwargs=True)
         else:
             # Only rotary models: learned tables differ in where they start to count.
             rotary = any(name.endswith("rotary_emb") for name, _ in model.named_modules())
@@ -73,8 +74,8 @@ class Embedder(nn.Module):
     def base_model(self) -> PreTrainedModel:
         """The transformers model itself, without PEFT's wrapper."""
         if isinstance(self.backbone, PeftModel):
-            return self.backbone.get_base_model()
-        return self.backbone
+            return cast(PreTrainedModel, self.backbone.get_base_model())
+        return cast(PreTrainedModel, self.backbone)
 
     @property
     def embedding_dim(self) -> int:
@@ -165,7 +166,8 @@ class Embedder(nn.Module):
         self.unpadded = None if fits else False
 
     def _text_model(self) -> PreTrainedModel:
-        return self.base_model.language_model if self.has_vision else self.base_model
+        model: Any = self.base_model
+        return model.language_model if self.has_vision else model
 
     def blocks(self) -> list[nn.Module]:
         """The units to shard or checkpoint, outermost, in the order of the forward pass:
@@ -206,7 +208,7 @@ class Embedder(nn.Module):
             return _text_positions(mask_BT).expand(3, -1, -1)
         # The model's loop reads single elements: on a GPU each would be a synchronisation.
         ids_cpu, mask_cpu, grid_cpu = input_ids.cpu(), mask_BT.cpu(), grid.cpu()
-        model = self.base_model
+        model: Any = self.base_model
         is_image = (ids_cpu == model.config.image_token_id).int()
         positions, _ = model.get_rope_index(
             ids_cpu,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -57,7 +57,8 @@ class Generator(nn.Module):
     @property
     def base_model(self) -> PreTrainedModel:
         """The transformers model itself, without PEFT's wrapper."""
-        return self.lm.get_base_model() if isinstance(self.lm, PeftModel) else self.lm
+        model = self.lm.get_base_model() if isinstance(self.lm, PeftModel) else self.lm
+        return cast(PreTrainedModel, model)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -149,6 +150,7 @@ class Generator(nn.Module):
         else:
             # The states before the answer's tokens predict them.
             rows = slice(-num_targets - 1, -1)
+            assert passage_mask is not None  # a decoder's prompts are marked
             owner = torch.cat([passage_mask.long() - 1, torch.full_like(target_ids, -1)], 1)
         observer = PassageAttention(
             owner, target_mask, num_documents, rows=rows, crossed=self.is_seq2seq
@@ -171,7 +173,7 @@ class Generator(nn.Module):
                 return self._continue(input_ids, attention_mask, target_ids, target_mask, images)
 
     def _decode(self, states, attention_mask, target_ids, target_mask) -> torch.Tensor:
-        model = self.base_model
+        model: Any = self.base_model
         labels = target_ids.masked_fill(target_mask == 0, -100)
         output = model(
             encoder_outputs=BaseModelOutput(last_hidden_state=states),
@@ -271,9 +273,10 @@ class Generator(nn.Module):
             forced_bos_token_id=given.forced_bos_token_id,
         )
         prompt = 0 if self.is_seq2seq else inputs["input_ids"].shape[1]
+        fed: dict[str, Any] = dict(inputs)
         if inputs["input_ids"].dim() == 3:
             states, mask = self.encode(inputs["input_ids"], inputs["attention_mask"])
-            inputs = {
+            fed = {
                 "encoder_outputs": BaseModelOutput(last_hidden_state=states),
                 "attention_mask": mask,
             }
@@ -281,11 +284,12 @@ class Generator(nn.Module):
         if self.has_vision:
             # Without them images would get the positions of text.
             is_image = inputs["input_ids"] == self.base_model.config.image_token_id
-            inputs["mm_token_type_ids"] = is_image.int()
+            fed["mm_token_type_ids"] = is_image.int()
         if touch_vision and self._touch is not None:
             # `generate` encodes images before all else.
             self._touch.run(inputs["input_ids"].device)
-        tokens = self.base_model.generate(**inputs, generation_config=config, synced_gpus=several)
+        model: Any = self.base_model
+        tokens = model.generate(**fed, generation_config=config, synced_gpus=several)
         return tokens[:, prompt:]
 
     @contextlib.contextmanager

@@ -231,7 +231,7 @@ def _preprocessor(
         raise ModelError(f"generator.chat on for {source.name}, {what}; set it to auto")
     images = None
     if model.config.model_type == "qwen3_vl":
-        images = load_image_processor(source, model, config.max_visual_tokens)
+        images = load_image_processor(source, model.config, config.max_visual_tokens)
     prompt, target = _lengths(config, model)
     text = PromptText(
         tokenizer,

@@ -22,9 +22,12 @@ from pixelrag.models.prompt_text import IMAGE_PAD, PromptText
 class Readable(Protocol):
     """What a generator reads of a passage: a title, and a text or the path of an image."""
 
-    title: str
-    text: str | None
-    image: Any
+    @property
+    def title(self) -> str: ...
+    @property
+    def text(self) -> str | None: ...
+    @property
+    def image(self) -> Any: ...
 
 
 class GeneratorPreprocessor:
@@ -110,6 +113,7 @@ class GeneratorPreprocessor:
                 pad = self.tokenizer.convert_tokens_to_ids(IMAGE_PAD)
                 marks_NP[row] = ids_NP[row] == pad
                 continue
+            assert passage.text is not None  # a passage is one of the two
             _, mask = self.text.marked_prompt(question, passage.title, passage.text, name)
             marks_NP[row, ids_NP.shape[1] - len(mask) :] = torch.tensor(mask)
         return marks_NP
@@ -169,6 +173,7 @@ class GeneratorPreprocessor:
         return self.text.prompt(question, passage.title, passage.text, name)
 
     def _with_images(self, entries: Sequence[tuple[str, Readable, str]]) -> Batch:
+        assert self.image_processor is not None  # or `_prompt` had refused the image
         size = self.image_processor.size
         images, rows = [], []
         for question, passage, name in entries:

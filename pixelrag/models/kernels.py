@@ -69,8 +69,9 @@ def pick_attention(
         obstacles.append("the package flash-attn is not installed (pip install flash-attn)")
     if not half_precision:
         obstacles.append("it computes in bf16 only (set engine.precision to bf16)")
+    kind = getattr(model_class, "__name__", "the model")
     if not getattr(model_class, "_supports_flash_attn", True):
-        obstacles.append(f"{model_class.__name__} does not support it")
+        obstacles.append(f"{kind} does not support it")
     no_sdpa = not getattr(model_class, "_supports_sdpa", True)
 
     if requested == "auto":
@@ -87,7 +88,6 @@ def pick_attention(
             )
         if requested == "sdpa" and no_sdpa:
             raise ModelError(
-                f"{setting} sdpa: {model_class.__name__} does not support it. "
-                f"Set {setting} to eager or auto"
+                f"{setting} sdpa: {kind} does not support it. Set {setting} to eager or auto"
             )
     return chosen, why

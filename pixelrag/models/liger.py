@@ -64,8 +64,9 @@ def apply_liger(
     with _names_kept(sys.modules[type(model).__module__]):
         apply(**_KERNELS, **_LOSSES, model=model)
     for block in transformer_blocks(model):
-        forward = _with_rotary(type(block.self_attn).forward, liger.liger_rotary_pos_emb)
-        block.self_attn.forward = MethodType(forward, block.self_attn)
+        attention: Any = block.self_attn
+        forward = _with_rotary(type(attention).forward, liger.liger_rotary_pos_emb)
+        attention.forward = MethodType(forward, attention)
     logger.info("%s: Liger kernels for RMSNorm, RoPE and SwiGLU", setting)
     return True
 

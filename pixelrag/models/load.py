@@ -24,6 +24,7 @@ from pixelrag.models.dpr import dpr_class, inner_bert
 from pixelrag.models.embedder import Embedder
 from pixelrag.models.kernels import choose_attention
 from pixelrag.models.lora import adapters_to_fp32, with_adapters
+from pixelrag.models.pooling import PoolingMode
 from pixelrag.models.preprocess import Preprocessor
 from pixelrag.models.settings import is_vision, load_preprocessor
 from pixelrag.models.source import (
@@ -130,7 +131,7 @@ def outline_embedder(model_cfg: ModelConfig, lora_cfg: LoraConfig | None = None)
         backbone = with_adapters(
             model, lora_cfg or LoraConfig(), None, base, has_vision=is_vision(model), probe=None
         )
-    pooling = "cls" if is_dpr else "last" if is_vision(model) else "mean"
+    pooling: PoolingMode = "cls" if is_dpr else "last" if is_vision(model) else "mean"
     if model_cfg.pooling != "auto":
         pooling = model_cfg.pooling
     if unfrozen := getattr(model_cfg, "unfrozen", None):
@@ -216,7 +217,7 @@ def takes_pooling_layer(model_class: type | None) -> bool:
     """Whether the class can be built without BERT's pooler."""
     if model_class is None:
         return False
-    return "add_pooling_layer" in inspect.signature(model_class.__init__).parameters
+    return "add_pooling_layer" in inspect.signature(model_class).parameters
 
 
 def _check_kind(config: Any, base: ModelSource) -> None:

@@ -56,7 +56,7 @@ def apply_lora(
     peft_config = PeftLoraConfig(
         task_type=task_type,
         r=config.r,
-        lora_alpha=config.alpha,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # PEFT says int and takes any number
         lora_dropout=config.dropout,
         target_modules=target_pattern(backbone, config, has_vision=has_vision),
         rank_pattern=dict.fromkeys(vision, r) if r != config.r else {},
@@ -195,7 +195,9 @@ def set_lora_dropout(model: PeftModel, dropout: float) -> None:
         if name.endswith("lora_dropout"):
             for key in module:
                 module[key] = nn.Dropout(dropout) if dropout > 0 else nn.Identity()
-    model.peft_config["default"].lora_dropout = dropout
+    settings = model.peft_config["default"]
+    assert isinstance(settings, PeftLoraConfig)
+    settings.lora_dropout = dropout
 
 
 def adapters_to_fp32(model: nn.Module) -> None:

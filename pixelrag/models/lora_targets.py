@@ -66,7 +66,7 @@ def target_pattern(backbone: nn.Module, config: LoraConfig, *, has_vision: bool)
     """
     linear = _linear(backbone)
     within = r"(?:model\.)?language_model\." if has_vision else ""
-    targets = config.target_modules
+    targets: Sequence[str] | None = config.target_modules
     if targets is None:
         targets = next(
             (

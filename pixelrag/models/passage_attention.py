@@ -11,7 +11,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -115,7 +115,7 @@ def require_observable(model_class: type | None, name: str) -> None:
     Raises:
         ModelError: it cannot.
     """
-    if model_class is None or model_class._can_set_attn_implementation():
+    if model_class is None or cast(Any, model_class)._can_set_attn_implementation():
         return
     raise ModelError(
         f"loss.retriever adist: the attention of {name} ({model_class.__name__}) cannot be "

@@ -114,13 +114,14 @@ class Preprocessor:
         """
         if self._document_chat is not None:
             return self._mixed(documents, self._document_chat)
+        texts = []
         for document in documents:
             if document.text is None:
                 raise DataError(
                     f"document {document.image} is an image, but the model reads text only; "
                     "name a vision model such as Qwen/Qwen3-VL-Embedding-2B in model.name_or_path"
                 )
-        texts = [document.text for document in documents]
+            texts.append(document.text)
         return self._encode(self.document_instruction, texts, self.document_max_length, "document")
 
     def _encode(self, prefix: str, texts: Sequence[str], max_length: int, kind: str) -> Batch:
@@ -162,6 +163,7 @@ class Preprocessor:
             batch = self._pad(list(texts))
             batch["num_images"] = torch.zeros(len(documents), dtype=torch.int64)
             return batch
+        assert self.image_processor is not None  # it comes with the chat template
         size = self.image_processor.size
         images = [
             fit_image(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
 
 from pixelrag.losses.rag_objective import Vocabulary
 from pixelrag.losses.temperature import LogitScale
+from pixelrag.models.embedder import Embedder
+from pixelrag.models.generator import Generator
 
 PARTS = ("question", "document", "generator")
 """What `train` may name."""
@@ -53,9 +55,9 @@ class RagModel(nn.Module):
 
     def __init__(
         self,
-        question_encoder: nn.Module,
-        document_encoder: nn.Module | None,
-        generator: nn.Module,
+        question_encoder: Embedder,
+        document_encoder: Embedder | None,
+        generator: Generator,
         *,
         train: Collection[str] = PARTS,
         temperature: float = 1.0,
@@ -83,7 +85,16 @@ class RagModel(nn.Module):
         )
         self.train()
 
-    def part(self, name: str) -> nn.Module:
+    @overload
+    def part(self, name: Literal["question", "document"]) -> Embedder: ...
+
+    @overload
+    def part(self, name: Literal["generator"]) -> Generator: ...
+
+    @overload
+    def part(self, name: str) -> Embedder | Generator: ...
+
+    def part(self, name: str) -> Embedder | Generator:
         """The module of one of `PARTS`."""
         if name == "generator":
             return self.generator
@@ -125,9 +136,9 @@ class RagModel(nn.Module):
             raise ValueError(f"role: got {role!r}, expected one of {', '.join(_PART_OF)}")
         part = self.part(_PART_OF[role])
         if role == "write":
-            return part.write(touch_vision=touch_vision, **inputs), self.logit_scale()
+            return self.generator.write(touch_vision=touch_vision, **inputs), self.logit_scale()
         if role in ("reading", "attention"):
-            look = part if role == "reading" else part.attend
+            look = part if role == "reading" else self.generator.attend
             with _evaluating(part):
                 return look(touch_vision=touch_vision, **inputs), self.logit_scale()
         if role == "generator" and self._vocabulary != "none":

@@ -13,6 +13,7 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -63,7 +64,7 @@ def load_preprocessor(
         # Padding is masked out everywhere, so any token will do.
         tokenizer.pad_token = tokenizer.eos_token
     if is_vision(model):
-        images = load_image_processor(home, model, model_cfg.max_visual_tokens)
+        images = load_image_processor(home, model.config, model_cfg.max_visual_tokens)
         defaults = {"query": QUERY_INSTRUCTION, "document": DOCUMENT_INSTRUCTION}
     else:
         images, defaults = None, declared_prompts(base)
@@ -130,12 +131,12 @@ def _is_causal(model: PreTrainedModel) -> bool:
 
 
 def load_image_processor(
-    home: ModelSource, model: PreTrainedModel, max_tokens: int
+    home: ModelSource, config: PreTrainedConfig, max_tokens: int
 ) -> Qwen2VLImageProcessorPil:
     """The processor whose patches are the model's, with its pixel bounds set."""
     with as_model_error(home):
         images = Qwen2VLImageProcessorPil.from_pretrained(home.location)
-    vision = model.config.vision_config
+    vision = config.vision_config
     sizes = (images.patch_size, images.merge_size, images.temporal_patch_size)
     expected = (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
     if sizes != expected:

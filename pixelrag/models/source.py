@@ -98,9 +98,9 @@ def resolve_source(
         source = ModelSource(name, str(_package_folder(name, setting)), setting, gguf_file)
     else:
         source = _folder_or_hub_name(name, setting, gguf_file)
-    folder = Path(source.location)
-    if gguf_file is not None and folder.is_dir() and not (folder / gguf_file).is_file():
-        there = sorted(path.name for path in folder.glob("*.gguf"))
+    home = Path(source.location)
+    if gguf_file is not None and home.is_dir() and not (home / gguf_file).is_file():
+        there = sorted(path.name for path in home.glob("*.gguf"))
         raise ModelError(
             f"{setting} {name!r} has no GGUF file {gguf_file!r}; there are "
             f"{', '.join(there) or 'none'}"

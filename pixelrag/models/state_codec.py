@@ -5,15 +5,29 @@ int8 halves bf16 at about 3 % error of the loss' gradient (measured on synthetic
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
 
-from pixelrag.errors import ProvenanceError
+from pixelrag.errors import ConfigError, ProvenanceError
 
 Codec = Literal["exact", "int8"]
 CODECS: tuple[Codec, ...] = ("exact", "int8")
 _GROUP = 64
+
+
+def codec_of(own: Mapping[str, str]) -> Codec:
+    """What a command's flag `--codec` says; `exact` where it is not given.
+
+    Raises:
+        ConfigError: it is none of `CODECS`.
+    """
+    got = own.get("codec", "exact")
+    for codec in CODECS:
+        if got == codec:
+            return codec
+    raise ConfigError(f"--codec: got {got!r}, expected one of {', '.join(CODECS)}")
 
 
 def encode(states_NH: torch.Tensor, codec: Codec) -> dict[str, torch.Tensor]:

@@ -247,6 +247,8 @@ class TeacherServer:
             header["max_length"],
         )
         answer = self._teacher.answer(TeacherRequest(rows, tensors["supervised"]))
+        if not isinstance(answer, Projected):
+            raise ProvenanceError("the teacher's head cannot be used apart from its model")
         return {}, encode(answer.hidden_TH, self._greeting.codec)
 
     def close(self) -> None:

@@ -90,15 +90,19 @@ def _config(
         "eos_token_id": end,
     }  # fmt: skip
     if kind == "t5":
+        common["decoder_start_token_id"] = pad
         return T5Config(
             **common, d_kv=8, d_ff=2 * hidden_size, num_layers=num_layers, num_heads=4,
-            relative_attention_num_buckets=8, dropout_rate=dropout, decoder_start_token_id=pad,
+            relative_attention_num_buckets=8, dropout_rate=dropout,
             initializer_factor=1.0, feed_forward_proj="gated-gelu",
         )  # fmt: skip
+    common |= {
+        "decoder_start_token_id": end,
+        "bos_token_id": tokenizer.convert_tokens_to_ids(_START),
+    }
     return BartConfig(
         **common, encoder_layers=num_layers, decoder_layers=num_layers, encoder_attention_heads=4,
         decoder_attention_heads=4, encoder_ffn_dim=2 * hidden_size, decoder_ffn_dim=2 * hidden_size,
         max_position_embeddings=max_length, dropout=dropout, attention_dropout=dropout,
-        init_std=_WEIGHT_SCALE, bos_token_id=tokenizer.convert_tokens_to_ids(_START),
-        decoder_start_token_id=end, forced_eos_token_id=None,
+        init_std=_WEIGHT_SCALE, forced_eos_token_id=None,
     )  # fmt: skip

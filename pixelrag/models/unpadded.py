@@ -70,10 +70,13 @@ class Layout:
         index_N = (place_BT if keep_order else place_BT[order_B])[real_BT]
         position_N = (real_BT.cumsum(1) - 1)[real_BT]
         cu_seqlens = torch.nn.functional.pad(length_B.cumsum(0), (1, 0)).int()
+        rows, length = mask_BT.shape
         return cls(
-            *(x.to(mask_BT.device) for x in (index_N, position_N, cu_seqlens)),
+            index_N.to(mask_BT.device),
+            position_N.to(mask_BT.device),
+            cu_seqlens.to(mask_BT.device),
             int(length_B.max()),
-            tuple(mask_BT.shape),
+            (rows, length),
         )
 
     def take(self, rows_BT: torch.Tensor) -> torch.Tensor:

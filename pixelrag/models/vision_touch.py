@@ -46,7 +46,7 @@ class VisionTouch:
     """
 
     def __init__(self, visual: nn.Module, patch_values: int, merge_size: int) -> None:
-        self.visual = visual
+        self.visual: Any = visual  # a tower of transformers', with attributes of its own
         self.patch_values = patch_values
         self.merge_size = merge_size
         self.armed = False

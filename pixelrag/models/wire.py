@@ -66,7 +66,7 @@ def receive(
     if size > _MAX_HEADER:
         raise ValueError("not a message of pixelrag")
     try:
-        header = parse_json(bytes(_exactly(connection, size)), finite=False)
+        header = parse_json(bytes(_exactly(connection, size) or b""), finite=False)
         listed = [(str(name), DTYPES[kind], list(shape)) for name, kind, shape in header["tensors"]]
         del header["tensors"]
     except (KeyError, TypeError) as error:

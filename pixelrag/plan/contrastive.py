@@ -18,6 +18,7 @@ from pixelrag.gradcache.step import Pairs
 from pixelrag.models.embedder import Embedder
 from pixelrag.models.load import outline_embedder
 from pixelrag.plan.workload import Inputs, Lengths, capped, texts, with_images, without_content
+from pixelrag.train import biencoder
 from pixelrag.train import contrastive as job
 from pixelrag.train.guide import embed_chunks
 
@@ -40,7 +41,7 @@ class ContrastiveWorkload:
         self._half = config.engine.precision == "bf16"
         encoder = outline_embedder(config.model, config.lora)
         encoder = without_content(encoder, half_precision=self._half).train()
-        self.container: nn.Module = job.container_of(config, encoder)
+        self.container: nn.Module = biencoder.container_of(config, encoder)
         self.blocks: Sequence[nn.Module] = encoder.blocks()
         self._num_queries = -(-config.batch.rows(world_size) // world_size)
         self._num_documents = self._num_queries * (1 + (config.data.num_hard_negatives or 0))
@@ -100,7 +101,7 @@ class ContrastiveWorkload:
                 Pairs(positive_BK[:, None], content_M, guide),
                 weight=1 / batch.gradient_accumulation_steps,
                 last=last,
-                objective=job.objective_of(loss),
+                objective=biencoder.objective_of(loss),
                 exchange=loss.exchange,
                 keeper=self._keeper,
             )

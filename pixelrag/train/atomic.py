@@ -53,7 +53,10 @@ def discard(folder: Path) -> None:
         logger.warning("%s: could not be deleted: %s", path, reason)
 
     if folder.exists():
-        shutil.rmtree(folder, **{"onexc" if sys.version_info >= (3, 12) else "onerror": warn})
+        if sys.version_info >= (3, 12):
+            shutil.rmtree(folder, onexc=warn)
+        else:
+            shutil.rmtree(folder, onerror=warn)
 
 
 def free_bytes(folder: Path) -> int:

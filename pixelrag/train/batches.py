@@ -69,8 +69,8 @@ class PairCollator(Dataset):
         rows = [self._dataset[i] for i in indices or [0]]
         rows.sort(key=lambda row: len(row.query))
         documents: list[tuple[Document, str, int | None]] = []
-        for position, row in enumerate(rows):
-            documents += [(positive, row.sample_id, position) for positive in row.positives]
+        for place, row in enumerate(rows):
+            documents += [(positive, row.sample_id, place) for positive in row.positives]
             documents += [(negative, row.sample_id, None) for negative in row.negatives]
         documents.sort(key=lambda entry: document_length(entry[0]))
         positives: list[list[int]] = [[] for _ in rows]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 from pixelrag.config.distill import DistillConfig
 from pixelrag.data.balance import share_out
@@ -20,7 +21,7 @@ from pixelrag.errors import ConfigError, ProvenanceError
 from pixelrag.models.answer_cache import HEAD, MANIFEST, Kind, Manifest
 from pixelrag.models.answer_writer import AnswerWriter, join_ranks
 from pixelrag.models.causal_load import load_tokenizer, student_source
-from pixelrag.models.state_codec import CODECS
+from pixelrag.models.state_codec import Codec, codec_of
 from pixelrag.models.teacher import LiveTeacher
 from pixelrag.train import owner
 from pixelrag.train.distill_batch import Lesson
@@ -49,7 +50,9 @@ def main(config: DistillConfig, own: Mapping[str, str], kind: Kind) -> int:
     return 0
 
 
-def _arguments(config: DistillConfig, own: Mapping[str, str], kind: Kind) -> tuple[Path, str, int]:
+def _arguments(
+    config: DistillConfig, own: Mapping[str, str], kind: Kind
+) -> tuple[Path, Codec | Literal[""], int]:
     if config.teacher.source != "live":
         raise ConfigError(f"teacher.source: got {config.teacher.source}, expected live")
     if config.packing.attention != "isolated":
@@ -60,10 +63,7 @@ def _arguments(config: DistillConfig, own: Mapping[str, str], kind: Kind) -> tup
     if not own.get("output"):
         raise ConfigError("--output: got nothing, expected the folder to write")
     if kind == "hidden_states":
-        codec = own.get("codec", "exact")
-        if codec not in CODECS:
-            raise ConfigError(f"--codec: got {codec!r}, expected one of {', '.join(CODECS)}")
-        return Path(own["output"]), codec, 0
+        return Path(own["output"]), codec_of(own), 0
     text = own.get("k", "64")
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"--k: got {text!r}, expected an integer of 1 or more")
@@ -71,7 +71,13 @@ def _arguments(config: DistillConfig, own: Mapping[str, str], kind: Kind) -> tup
 
 
 def write(
-    config: DistillConfig, world: World, output: Path, *, kind: Kind, codec: str = "", k: int = 0
+    config: DistillConfig,
+    world: World,
+    output: Path,
+    *,
+    kind: Kind,
+    codec: Codec | Literal[""] = "",
+    k: int = 0,
 ) -> Manifest:
     """Write a cache inside an existing process group; a collective.
 
@@ -88,6 +94,7 @@ def write(
     )  # fmt: skip
     from_main(lambda: _make_folder(output))
     teacher = open_teacher(config, world, contract, data)
+    assert isinstance(teacher, LiveTeacher)  # see `_arguments`
     teacher.self_test(contract.vocab_size, isolated=True)
     # Whole data sets: what is held out of them may change.
     stores = {plan.store.fingerprint: plan.store for plan in (data.train, data.held_out) if plan}
@@ -133,14 +140,14 @@ def _manifest(
     contract: Contract,
     teacher: LiveTeacher,
     kind: Kind,
-    codec: str,
+    codec: Codec | Literal[""],
     k: int,
     data: tuple[str, ...],
 ) -> Manifest:
     head = teacher.head
     return Manifest(
         kind=kind,
-        teacher=config.teacher.name_or_path,
+        teacher=config.teacher.name_or_path or "",
         dtype=str(teacher.model.dtype).removeprefix("torch."),
         vocab_size=contract.vocab_size,
         vocabulary=contract.vocabulary,

@@ -69,7 +69,7 @@ def find_latest(output_dir: Path) -> Path | None:
             over them, is not this function's to decide.
     """
     clean_leftovers(output_dir)
-    broken = []
+    broken: list[str] = []
     for _, path in list_checkpoints(output_dir):
         problems = inspect(path)
         if not problems:

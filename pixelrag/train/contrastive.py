@@ -10,32 +10,25 @@ from typing import Any
 import torch
 
 from pixelrag.config.contrastive import ContrastiveConfig
-from pixelrag.config.contrastive_loss import LossConfig
 from pixelrag.data.pairs import PairDataset
 from pixelrag.data.sampler import GlobalBatchSampler
 from pixelrag.data.text_schedule import TextOrder
 from pixelrag.distributed.collectives import from_main
 from pixelrag.distributed.env import World
 from pixelrag.distributed.together import together
-from pixelrag.errors import CheckpointError, ConfigError
-from pixelrag.evaluate.pairs import PairEvaluator
-from pixelrag.evaluate.retriever import RetrieverEvaluator
-from pixelrag.evaluate.tiles import TileEvaluator
+from pixelrag.engine.base import Engine
+from pixelrag.errors import CheckpointError
 from pixelrag.export.hf import export_embedder
 from pixelrag.gradcache import gradcache_step
 from pixelrag.gradcache.chunking import Chunking
 from pixelrag.gradcache.keep import Keeper
 from pixelrag.gradcache.step import Pairs
-from pixelrag.losses.contrastive import Objective
 from pixelrag.losses.temperature import scale_and_bias, scale_from_log
-from pixelrag.models import Preprocessor, load_embedder
-from pixelrag.models.biencoder import BiEncoder
-from pixelrag.models.embedder import Embedder
 from pixelrag.models.tower_parts import part_of as part_of_tower
-from pixelrag.models.training_state import load_training_state
 from pixelrag.retrieval.document_encoder import fingerprints
 from pixelrag.train.batches import PairBatch, load_batches
-from pixelrag.train.guide import Guide, open_guide
+from pixelrag.train.biencoder import build_biencoder, evaluator_of, objective_of
+from pixelrag.train.guide import open_guide
 from pixelrag.train.inputs import HeldOut, open_held_out, require_text
 from pixelrag.train.job import (
     checkpoint_of,
@@ -78,7 +71,7 @@ def train(
         total_steps,
         lambda position: _go_on_at(position, sampler, rows.dataset, checkpoint),
     )
-    if ended:
+    if state is not None and ended:
         return {"step": state.step}
     chunking = Chunking(config.batch.chunk_size, config.batch.chunk_tokens)
     if state is not None and not chunking.is_settled:
@@ -92,7 +85,10 @@ def train(
 
 
 def _go_on_at(
-    position: dict[str, Any], sampler: GlobalBatchSampler, dataset: PairDataset, checkpoint: Path
+    position: dict[str, Any],
+    sampler: GlobalBatchSampler,
+    dataset: PairDataset,
+    checkpoint: Path | None,
 ) -> None:
     was, now = position["data"], dataset.report.fingerprint
     if was != now:
@@ -105,7 +101,7 @@ def _go_on_at(
 
 
 def _require_same_tokenizer(
-    state: RunState, now: str, checkpoint: Path, config: ContrastiveConfig
+    state: RunState, now: str, checkpoint: Path | None, config: ContrastiveConfig
 ) -> None:
     """Files below one path can change; that of the model's tokenizer means other inputs."""
     was, option = state.position["tokenizer"], "model.name_or_path"
@@ -175,7 +171,7 @@ class ContrastiveTask:
             num_workers=config.data.num_workers,
             prefetch_factor=config.data.prefetch_factor,
             timeout_seconds=config.data.worker_timeout_seconds,
-            guide=self._guide and self._guide.preprocessor,
+            guide=None if self._guide is None else self._guide.preprocessor,
             fixed_documents=self._documents is not None,
         )
         self._objective = objective_of(config.loss)
@@ -205,7 +201,7 @@ class ContrastiveTask:
             Pairs(
                 batch.positive_BK,
                 batch.content_M if loss.mask_same_content else None,
-                self._guide and tuple(map(self._guide.embed, batch.for_guide)),
+                self._by_guide(batch),
             ),
             num_real_queries=batch.num_real_queries,
             weight=weight,
@@ -234,13 +230,19 @@ class ContrastiveTask:
             suspects=list(dict.fromkeys(suspects)),
         )
 
+    def _by_guide(self, batch: PairBatch) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if self._guide is None or batch.for_guide is None:
+            return None
+        queries, documents = batch.for_guide
+        return self._guide.embed(queries), self._guide.embed(documents)
+
     def step_figures(self) -> dict[str, float]:
         return self._calibration
 
     def evaluate(self) -> dict[str, float]:
         if self._evaluator is None:
             return {}
-        encoder = self.engine
+        encoder: Engine | Towers = self.engine
         if self._documents is not None:
             encoder = Towers(self.engine, self._documents)
         return self._evaluator(encoder, *self._scale_and_bias()).figures
@@ -293,94 +295,6 @@ def part_of(name: str) -> str:
 def adapters_alone(config: ContrastiveConfig) -> bool:
     """Whether an adapter's files hold all that is trained of the encoder."""
     return config.lora.enabled and config.model.unfrozen is None
-
-
-def objective_of(loss: LossConfig) -> Objective:
-    """What the configuration asks to minimise."""
-    weights = loss.matryoshka_weights or [1.0] * len(loss.matryoshka_dims)
-    return Objective(
-        name=loss.name,
-        hardness_alpha=loss.hardness_alpha,
-        label_smoothing=loss.label_smoothing,
-        bidirectional=loss.bidirectional,
-        matryoshka=tuple(zip(loss.matryoshka_dims, weights, strict=True)),
-        mask_margin=loss.mask_margin,
-        tile_size=None if loss.tile_size == "auto" else loss.tile_size,
-    )
-
-
-def build_biencoder(config: ContrastiveConfig) -> tuple[BiEncoder, Preprocessor]:
-    """Load the encoder and put the temperature beside it, on the CPU."""
-    bf16 = config.engine.precision == "bf16"
-    # A frozen base needs no fp32 master; whatever is trained has one.
-    frozen = config.lora.enabled or config.model.unfrozen is not None
-    dtype = torch.bfloat16 if bf16 and frozen else torch.float32
-    with together():
-        embedder, preprocessor = load_embedder(
-            config.model, config.lora, dtype=dtype, half_precision=bf16, seed=config.seed
-        )
-    longest = max(config.loss.matryoshka_dims, default=0)
-    if longest > embedder.embedding_dim:
-        raise ConfigError(
-            f"loss.matryoshka_dims: got {longest}, and the embeddings of "
-            f"{config.model.name_or_path} have {embedder.embedding_dim} dimensions"
-        )
-    container = container_of(config, embedder)
-    if config.model.training_state is not None:
-        with together():
-            load_training_state(config.model.training_state, container)
-    return container, preprocessor
-
-
-def container_of(config: ContrastiveConfig, embedder: Embedder) -> BiEncoder:
-    """Everything that is trained, in one module."""
-    return BiEncoder(
-        embedder,
-        temperature=config.loss.initial_temperature,
-        learnable_temperature=config.loss.learnable_temperature,
-        bias=config.loss.initial_bias,
-    )
-
-
-def build_evaluator(
-    config: ContrastiveConfig, world: World, preprocessor: Preprocessor
-) -> RetrieverEvaluator | None:
-    """Open what is held out; None where the configuration names nothing. A collective."""
-    held_out = open_held_out(config)
-    guide = None if held_out is None else open_guide(config, world)
-    return evaluator_of(config, held_out, preprocessor, guide)
-
-
-def evaluator_of(
-    config: ContrastiveConfig,
-    held_out: HeldOut | None,
-    preprocessor: Preprocessor,
-    guide: Guide | None,
-) -> RetrieverEvaluator | None:
-    """Join what is held out, a model's preprocessor and a guide; a collective."""
-    if held_out is None:
-        return None
-    size = config.eval.batch_size
-    pairs = tiles = None
-    with together():
-        if held_out.rows:
-            if not preprocessor.has_vision:
-                require_text(held_out.rows)
-            if guide is not None:
-                guide.require_readable(held_out.rows)
-            pairs = PairEvaluator(
-                held_out.rows,
-                preprocessor,
-                corpus=held_out.corpus,
-                batch_size=size,
-                retrieval=config.eval.retrieval,
-                objective=objective_of(config.loss),
-                mask_same_content=config.loss.mask_same_content,
-                guide=None if guide is None else (guide, guide.preprocessor),
-            )
-        if held_out.tiles is not None:
-            tiles = TileEvaluator(held_out.tiles, preprocessor, batch_size=size)
-    return RetrieverEvaluator(pairs, tiles, config.eval)
 
 
 def _say_arithmetic(

@@ -72,7 +72,7 @@ def train(config: DistillConfig, world: World, stop: StopRequest | None = None) 
         )
         total_steps = num_steps(config, sampler.batches_per_epoch)
     state, ended = go_on(config, checkpoint, total_steps, sampler.load_state_dict)
-    if ended:
+    if state is not None and ended:
         return {"step": state.step}
     task = DistillTask(config, world, contract, tokenizer, data, sampler, checkpoint)
     _say_arithmetic(config, world, sampler, total_steps)
@@ -104,6 +104,7 @@ def evaluate(config: DistillConfig, world: World, *, writes: bool = False) -> Di
     teacher = open_teacher(config, world, contract, data)
     try:
         self_test(config, engine, container.student, teacher, contract, data)
+        assert data.held_out is not None  # see `_refuse` of train/evaluate.py
         evaluator = DistillEvaluator(
             data.held_out, tokenizer.pad_token_id, config.eval.batch_size, world
         )

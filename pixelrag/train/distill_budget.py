@@ -104,7 +104,7 @@ def budget_of(config: DistillConfig, vocab_size: int) -> Budget:
             loss += 4 * student.vocab_rows * student.hidden_size
     return Budget(
         student=_described(config.student.name_or_path, student),
-        teacher=None if teacher is None else _described(config.teacher.name_or_path, teacher),
+        teacher=None if teacher is None else _described(config.teacher.name_or_path or "", teacher),
         vocab_size=vocab_size,
         state_bytes=trained
         * (_TRAINED_BYTES[config.engine.precision] + (4 if config.ema.decay is not None else 0))

@@ -172,7 +172,10 @@ def _shared_store(
 
     folder = from_main(make)
     with together():
-        return made.get("store") or TokenStore.load(folder)
+        if (store := made.get("store")) is not None:
+            return store
+        assert folder is not None  # rank 0 of several wrote it
+        return TokenStore.load(folder)
 
 
 def _tokenize(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from pixelrag.config.distill import DistillConfig
 from pixelrag.distributed.env import World
@@ -15,7 +16,7 @@ from pixelrag.errors import ModelError, ProvenanceError
 from pixelrag.models.answer_cache import CachedTeacher, Manifest
 from pixelrag.models.causal_load import load_config, student_source, teacher_source
 from pixelrag.models.teacher import TeacherSource, load_teacher
-from pixelrag.models.teacher_channel import RemoteTeacher
+from pixelrag.models.teacher_channel import Greeting, RemoteTeacher
 from pixelrag.models.vocabulary import Vocabulary, read_vocabulary, shared_size
 from pixelrag.train.distill_data import DistillData
 from pixelrag.train.flops import attention_cost
@@ -70,6 +71,8 @@ def agree_on_models(config: DistillConfig, tokenizer: Any) -> Contract:
 def _size_of_answers(config: DistillConfig, student: Vocabulary) -> int:
     """Real tokens of answers whose teacher does not run here; their vocabulary is compared."""
     path = config.teacher.path
+    assert path is not None  # of every source but the live one
+    greeting: Greeting | Manifest
     if config.teacher.source == "remote":
         with RemoteTeacher(path, torch.device("cpu")) as remote:
             greeting = remote.greeting
@@ -107,6 +110,7 @@ def open_teacher(
             precision=config.engine.precision,
             whole_logits=config.loss.implementation == "logits",
         )
+    assert teacher.path is not None
     with together():
         if teacher.source == "remote":
             remote = RemoteTeacher(teacher.path, world.device)
@@ -134,9 +138,10 @@ def check_cache(config: DistillConfig, contract: Contract, data: DistillData) ->
     Raises:
         ProvenanceError: it is of something else, or cannot be read.
     """
+    assert config.teacher.path is not None
     folder, source = Path(config.teacher.path), config.teacher.source
     plans = [plan for plan in (data.train, data.held_out) if plan is not None]
-    expected = {
+    expected: dict[str, Any] = {
         "kind": "top_k" if source == "cache" else "hidden_states",
         "vocab_size": contract.vocab_size,
         "vocabulary": contract.vocabulary,
@@ -151,7 +156,7 @@ def check_cache(config: DistillConfig, contract: Contract, data: DistillData) ->
     Manifest.read(folder).check(folder, expected)
 
 
-def _check_length(config: DistillConfig, model_config: object, name: str) -> None:
+def _check_length(config: DistillConfig, model_config: PreTrainedConfig, name: str) -> None:
     limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and config.packing.length > limit:
         raise ModelError(

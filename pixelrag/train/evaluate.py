@@ -43,7 +43,7 @@ from pixelrag.models.biencoder import BiEncoder
 from pixelrag.models.source import resolve_source, saved_settings
 from pixelrag.retrieval.durable import put_text
 from pixelrag.train import distill, rag
-from pixelrag.train.contrastive import build_biencoder, build_evaluator
+from pixelrag.train.biencoder import build_biencoder, build_evaluator
 from pixelrag.train.job import engine_for, world_of
 from pixelrag.train.query_side import Towers, tower_of_model
 from pixelrag.train.rag_eval import RagEvaluation
@@ -73,7 +73,9 @@ def main(config: ContrastiveConfig | DistillConfig | RagConfig, own: Mapping[str
     """
     _refuse(config, own)
     with world_of(config) as world:
-        baseline = _baseline(config, own["baseline"], world) if "baseline" in own else None
+        baseline = None
+        if isinstance(config, ContrastiveConfig) and "baseline" in own:
+            baseline = _baseline(config, own["baseline"], world)
         named = not own.keys().isdisjoint(_NAMES_DOCUMENTS)
         measured = _measure(config, world, named=named, writes="samples" in own)
         lines = _lines(measured)
@@ -86,18 +88,19 @@ def main(config: ContrastiveConfig | DistillConfig | RagConfig, own: Mapping[str
             say("\n".join(lines))
         if "output" in own:
             from_main(lambda: _write(json.dumps(content), "output", own))
-        if "run_file" in own:
-            from_main(lambda: _write(run_text(measured.retriever.run, "pixelrag"), "run_file", own))
-        if "qrels_file" in own:
-            from_main(lambda: _write(qrels_text(measured.retriever.qrels), "qrels_file", own))
-        if "gallery" in own:
-            from_main(lambda: _write(_gallery(measured.retriever), "gallery", own))
-        if "samples" in own:
+        found, answered = measured.retriever, measured.rag
+        if found is not None and "run_file" in own:
+            from_main(lambda: _write(run_text(found.run, "pixelrag"), "run_file", own))
+        if found is not None and "qrels_file" in own:
+            from_main(lambda: _write(qrels_text(found.qrels), "qrels_file", own))
+        if found is not None and "gallery" in own:
+            from_main(lambda: _write(_gallery(found), "gallery", own))
+        if isinstance(config, DistillConfig) and "samples" in own:
             title = f"What {config.student.name_or_path} writes"
             sheet = sample_sheet(measured.samples, measured.figures, title=title)
             from_main(lambda: _write(sheet, "samples", own))
-        if measured.rag is not None and "answers" in own:
-            from_main(lambda: _show(measured.rag, Path(own["answers"])))
+        if answered is not None and "answers" in own:
+            from_main(lambda: _show(answered, Path(own["answers"])))
     return 0
 
 
@@ -129,9 +132,10 @@ class _Measured:
 
 
 def _refuse(config: ContrastiveConfig | DistillConfig | RagConfig, own: Mapping[str, str]) -> None:
-    taught = isinstance(config, DistillConfig)
-    others = config.data.eval_samples if taught else getattr(config.eval, "miniv8", None)
-    if not config.data.eval and not others:
+    held_out: object = getattr(config.eval, "miniv8", None)
+    if isinstance(config, DistillConfig):
+        held_out = config.data.eval_samples
+    if not config.data.eval and not held_out:
         raise ConfigError("data.eval: got no files; name the held-out rows to evaluate on")
     asked = [f"--{name}" for name in _RETRIEVER_ONLY if name in own]
     if asked and not isinstance(config, ContrastiveConfig):
@@ -139,8 +143,9 @@ def _refuse(config: ContrastiveConfig | DistillConfig | RagConfig, own: Mapping[
             f"{', '.join(asked)}: only for retrievers; write --output of two models and compare "
             "the files with `pixelrag compare`"
         )
-    if asked and not (config.eval.retrieval and config.data.eval):
-        others = ["--baseline"] if config.eval.miniv8 is not None else []
+    ranks = isinstance(config, ContrastiveConfig) and config.eval.retrieval and config.data.eval
+    if asked and not ranks:
+        others = ["--baseline"] if held_out is not None else []
         if asked != others:
             raise ConfigError(
                 f"{', '.join(asked)}: needs data.eval, and eval.retrieval true, to rank documents"
@@ -180,30 +185,30 @@ def _measure(
     named: bool,
     writes: bool,
 ) -> _Measured:
+    details: dict[str, Any]
     if isinstance(config, RagConfig):
-        found = rag.evaluate(config, world)
+        answered = rag.evaluate(config, world)
         details = {
             "model": config.generator.name_or_path,
             "question_encoder": config.question_encoder.name_or_path,
-            "answers": [item.to_json() for item in found.answered],
+            "answers": [item.to_json() for item in answered.answered],
         }
-        queries = [item.question.sample_id for item in found.answered]
+        queries = [item.question.sample_id for item in answered.answered]
         # What is known of some questions only has an interval, but no place in a paired test.
-        whole = {k: v for k, v in found.per_question.items() if len(v) == len(queries)}
-        values = {f"eval/{name}": value for name, value in found.per_question.items()}
+        whole = {k: v for k, v in answered.per_question.items() if len(v) == len(queries)}
+        values = {f"eval/{name}": value for name, value in answered.per_question.items()}
         sets = {"eval": Measured(queries, whole)} if whole else {}
-        return _Measured(found.figures, details, sets, values, rag=found)
+        return _Measured(answered.figures, details, sets, values, rag=answered)
     if isinstance(config, DistillConfig):
-        names = (config.student.name_or_path, config.teacher.name_or_path)
-        details = dict(zip(("model", "teacher"), names, strict=True))
+        details = {"model": config.student.name_or_path, "teacher": config.teacher.name_or_path}
         taught = distill.evaluate(config, world, writes=writes)
         return _Measured(taught.figures, details, samples=taught.samples)
     found = evaluate(config, world, run_depth=RUN_DEPTH if named else 0)
-    details: dict[str, Any] = {"model": config.model.name_or_path}
+    details = {"model": config.model.name_or_path}
     if found.answers:
         details["answers"] = [answer.to_json() for answer in found.answers]
     values = {
-        f"{name}/{figure}": value
+        f"{name}/{figure}": np.asarray(value)
         for name, one in found.measured.items()
         for figure, value in one.per_query.items()
     }
@@ -218,6 +223,7 @@ def evaluate(config: ContrastiveConfig, world: World, *, run_depth: int = 0) -> 
     engine = engine_for(config, world, container, container.encoder.blocks())
     documents = tower_of_model(config, world)
     encoder = engine if documents is None else Towers(engine, documents)
+    assert evaluator is not None  # see `_refuse`
     return evaluator(encoder, scale, bias, run_depth=run_depth)
 
 

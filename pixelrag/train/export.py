@@ -31,8 +31,8 @@ from pixelrag.models import Embedder, Preprocessor, load_embedder
 from pixelrag.models.causal_load import load_student, load_tokenizer, student_source
 from pixelrag.models.source import ADAPTER_FILE, SETTINGS_FILE, resolve_source, saved_settings
 from pixelrag.models.tower_parts import trains_beside_adapters
+from pixelrag.train.biencoder import build_biencoder
 from pixelrag.train.checkpoint import verify_dir
-from pixelrag.train.contrastive import build_biencoder
 from pixelrag.train.export_facts import run_of
 from pixelrag.train.job import show_log, worded_disk_errors
 from pixelrag.train.rag_data import RagParts, build_parts, document_encoder_config
@@ -127,6 +127,7 @@ def _export_retriever(
     if form in ("adapter", "merged") and not adapted:
         raise ConfigError(f"--to {form}: {run.checkpoint} holds no adapters; take --to hf")
     if adapted and form != "adapter":
+        assert isinstance(embedder.backbone, PeftModel)
         embedder.backbone = embedder.backbone.merge_and_unload()
     with torch.no_grad():
         for parameter in embedder.parameters():  # one by one: never two copies of the whole
@@ -165,11 +166,15 @@ def _of_checkpoint(checkpoint: Path, config: ContrastiveConfig) -> Trained:
     decay = config.ema.decay
     load_parameters(checkpoint, container, "model" if decay is None else "ema")
     scale, bias = scale_and_bias(container.logit_scale().detach())
-    bias = None if bias is None else float(bias)
     return Trained(
-        container.encoder, preprocessor, 1.0 / float(scale), bias, decay, _base_of(config.model),
+        container.encoder,
+        preprocessor,
+        1.0 / float(scale),
+        None if bias is None else float(bias),
+        decay,
+        _base_of(config.model),
         config.document_model,
-    )  # fmt: skip
+    )
 
 
 def _of_export(folder: Path) -> Trained:
@@ -227,6 +232,7 @@ def _export_generator(
             dtype=dtype, ema_decay=decay, max_shard_size=max_shard_size, card=card,
         )  # fmt: skip
         return
+    assert isinstance(config, RagConfig)
     parts = build_parts(config.model_copy(update={"engine": engine}))
     load_parameters(checkpoint, parts.container)
     for encoder in (parts.container.question_encoder, parts.container.document_encoder):

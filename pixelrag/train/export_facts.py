@@ -61,7 +61,7 @@ def _record_of(
         return next((r for r in records if r["step"] == int(found[1])), {"step": int(found[1])})
     if name == "last" and last is not None:
         return next((r for r in records if r["step"] == last), {"step": last})
-    if name == "best" and any(metric in r for r in records):
+    if name == "best" and metric is not None and any(metric in r for r in records):
         choose = min if metric.endswith("loss") else max
         # As the loop chooses: trained steps only, the first of equal ones.
         trained = [r for r in records if metric in r and r["step"]]

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 
 import torch
+from transformers import PreTrainedConfig
 
 from pixelrag.models.causal import CausalLM
 
@@ -70,7 +71,7 @@ class ModelShape:
         return self.attention_width / max(self.body, 1)
 
 
-def attention_cost(student: object, teacher: object | None) -> float:
+def attention_cost(student: PreTrainedConfig, teacher: PreTrainedConfig | None) -> float:
     """The same from the models' configurations alone, before weights are loaded.
 
     Args:

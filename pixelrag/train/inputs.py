@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pixelrag.config.contrastive import ContrastiveConfig
 from pixelrag.data.files import files_of
@@ -38,7 +39,7 @@ def open_dataset(config: ContrastiveConfig, files: list[Path]) -> PairDataset:
     Raises:
         DataError: a file or a row cannot be used; on all ranks.
     """
-    options = {
+    options: dict[str, Any] = {
         "num_hard_negatives": config.data.num_hard_negatives,
         "retrieved_negatives": config.data.retrieved_negatives,
         "image_roots": config.data.image_roots,
@@ -67,21 +68,18 @@ def open_held_out(config: ContrastiveConfig) -> HeldOut | None:
     if config.data.eval:
         files = from_main(lambda: files_of(config.data.eval, "eval"))
         rows = open_dataset(config, files).rows[: options.max_rows]
-    roots = config.data.image_roots
+    roots, file, questions = config.data.image_roots, options.corpus, options.miniv8
     corpus = None
-    if options.corpus:
-        corpus = from_main(lambda: load_corpus(options.corpus, image_roots=roots))
-    tiles = from_main(lambda: _open_tiles(config)) if options.miniv8 else None
+    if file:
+        corpus = from_main(lambda: load_corpus(file, image_roots=roots))
+    tiles = from_main(lambda: _open_tiles(config, questions)) if questions else None
     return HeldOut(rows, corpus, tiles)
 
 
-def _open_tiles(config: ContrastiveConfig) -> TileSet:
-    with image_progress_bar(f"Opening tiles of {config.eval.miniv8}") as progress:
+def _open_tiles(config: ContrastiveConfig, questions: str) -> TileSet:
+    with image_progress_bar(f"Opening tiles of {questions}") as progress:
         return load_tile_set(
-            config.eval.miniv8,
-            config.eval.max_questions,
-            progress,
-            image_roots=config.data.image_roots,
+            questions, config.eval.max_questions, progress, image_roots=config.data.image_roots
         )
 
 

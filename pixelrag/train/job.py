@@ -113,6 +113,7 @@ def num_steps(config: JobConfig, steps_per_epoch: float) -> int:
     """Optimizer steps of the whole run."""
     if config.optim.max_steps is not None:
         return config.optim.max_steps
+    assert config.optim.num_epochs is not None  # one of the two is given
     # The epsilon keeps 2.2 epochs of 25 steps, 55.00000000000001, at 55.
     return max(1, math.ceil(config.optim.num_epochs * steps_per_epoch - 1e-9))
 

@@ -133,6 +133,7 @@ class MetricsWriter:
 
     def _append(self, line: str) -> None:
         data = line.encode()
+        assert self._fd is not None  # open between `__enter__` and `close`
         try:
             done = 0
             while done < len(data):  # a disk that fills takes a part, then fails

@@ -39,7 +39,7 @@ from pixelrag.retrieval.index import build_index, open_index
 from pixelrag.retrieval.mining import Miner
 from pixelrag.retrieval.recipe import index_settings
 from pixelrag.retrieval.refresh_worker import save_vectors
-from pixelrag.train.contrastive import build_biencoder
+from pixelrag.train.biencoder import build_biencoder
 from pixelrag.train.inputs import open_dataset, require_text
 from pixelrag.train.job import engine_for, sole_writer, world_of
 from pixelrag.train.mine_files import MinedFiles, writing
@@ -95,7 +95,7 @@ def mine(config: MineConfig, output: Path, world: World) -> None:
     from_main(lambda: work.build(len(corpus)))
     with together(), writing(output):
         work.search(documents, len(corpus), dataset.rows)
-    figures = from_main(lambda: files.finish(plan, dataset.rows, work.shards_of(dataset)))
+    figures = from_main(lambda: files.finish(plan, dataset.rows, work.shards_of(dataset.rows)))
     logger.info(
         "%s: %d rows, %.2f negatives a row, %d rows with fewer than %d; the positive was among the "
         "first %d of %.1f %%",

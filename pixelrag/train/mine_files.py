@@ -80,6 +80,7 @@ class MinedFiles:
             f"{label}:{line}": value
             for name, label in zip(self._inputs, self._labels, strict=True)
             for line, value in parsed_lines(name, lambda value, _, __: value)
+            if isinstance(value, dict)
         }
 
     def line(self, value: Mapping[str, Any], row: PairRow, mined: Mined) -> str:
@@ -97,7 +98,7 @@ class MinedFiles:
             name = "neg_chunk_paths" if is_image else "neg_passages"
             found = {
                 name: [
-                    os.path.relpath(d.image, folder) if is_image else d.text
+                    os.path.relpath(d.image, folder) if d.image is not None else d.text
                     for d in mined.documents
                 ],
                 "neg_scores": [round(score, 6) for score in mined.scores],

@@ -69,7 +69,8 @@ def set_learning_rates(
     optimizer: torch.optim.Optimizer, config: OptimConfig, factor: float
 ) -> dict[str, float]:
     """Set each group's rate to its peak times ``factor``; returns them as figures to log."""
-    peaks = {None: config.learning_rate, **config.part_rates}
+    peaks: dict[str | None, float] = {None: config.learning_rate}
+    peaks.update(config.part_rates.items())
     for group in optimizer.param_groups:
         group["lr"] = peaks[group["part"]] * factor
     own = {f"train/lr/{part}": peak * factor for part, peak in config.part_rates.items()}

@@ -187,7 +187,7 @@ def is_running(pid: int) -> bool:
 
 
 def _live_local_pid(record: dict | None) -> int | None:
-    if not _is_here(record):
+    if record is None or not _is_here(record):
         return None
     pid = record["pid"]
     if not is_running(pid):

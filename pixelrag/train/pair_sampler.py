@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,7 +92,7 @@ def build_sampler(
     steps = num_steps(config, main.batches_per_epoch / batch.gradient_accumulation_steps)
     order: BatchOrder = main
     if data.text:
-        share = {
+        share: dict[str, Any] = {
             "warmup_steps": data.text_warmup_steps,
             "mix_ratio": data.text_mix_ratio,
             "curriculum": data.text_curriculum,
@@ -146,7 +147,7 @@ def estimate_costs(
 
 def _main_order(config: ContrastiveConfig, rows: TrainingRows, batch_size: int) -> BatchOrder:
     data = config.data
-    options = {"drop_last": data.drop_last, "order": data.order}
+    options: dict[str, Any] = {"drop_last": data.drop_last, "order": data.order}
     if data.mixing == "pooled":
         return PooledOrder(rows.num_main, batch_size, config.seed, **options)
     kind = ProportionalOrder if data.mixing == "proportional" else HomogeneousOrder

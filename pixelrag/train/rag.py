@@ -73,7 +73,7 @@ def train(config: RagConfig, world: World, stop: StopRequest | None = None) -> d
         total_steps,
         lambda position: _go_on_at(position, sampler, data, checkpoint),
     )
-    if ended:
+    if state is not None and ended:
         return {"step": state.step}
     task = RagTask(config, world, data, sampler, checkpoint, state)
     _say_arithmetic(config, world, data, total_steps)
@@ -112,7 +112,7 @@ def evaluate(config: RagConfig, world: World) -> RagEvaluation:
 
 
 def _go_on_at(
-    position: dict[str, Any], sampler: GlobalBatchSampler, data: RagData, checkpoint: Path
+    position: dict[str, Any], sampler: GlobalBatchSampler, data: RagData, checkpoint: Path | None
 ) -> None:
     for name, what, now in (
         ("data", "the content of data.train", data.questions.report.fingerprint),
@@ -281,6 +281,7 @@ class RagTask:
 
     def evaluation(self) -> RagEvaluation:
         """The figures with what is behind them; a collective."""
+        assert self._evaluator is not None  # there are held-out questions
         return self._evaluator(self.engine, self._knowledge)
 
     def position(self) -> dict[str, Any]:

@@ -128,10 +128,11 @@ def build_parts(config: RagConfig) -> RagParts:
             seed=config.seed,
             observed=config.loss.retriever == "adist",
         )
-        if query_encoder.embedding_dim != (document_encoder or query_encoder).embedding_dim:
+        width = (document_encoder or query_encoder).embedding_dim
+        if query_encoder.embedding_dim != width:
             raise ModelError(
                 f"question_encoder gives vectors of {query_encoder.embedding_dim} numbers, "
-                f"document_encoder of {document_encoder.embedding_dim}; they must be of one kind"
+                f"document_encoder of {width}; they must be of one kind"
             )
         check_generator(config, prompts)
         container, objective = container_of(config, query_encoder, document_encoder, generator)

@@ -21,6 +21,7 @@ from pixelrag.evaluate.answers import answer_metrics, recall_by_answer, recall_b
 from pixelrag.evaluate.ranking import summarize
 from pixelrag.losses.rag_marginal import document_log_prior
 from pixelrag.losses.temperature import scale_from_log
+from pixelrag.models.generator_prompt import Readable
 from pixelrag.models.preprocess import Batch
 from pixelrag.retrieval.encode import must_touch
 from pixelrag.retrieval.hits import exact_search
@@ -116,12 +117,14 @@ class RagEvaluator:
         bounds = [r * count // engine.world_size for r in range(engine.world_size + 1)]
         own = slice(bounds[engine.rank], bounds[engine.rank + 1])
         depth = max(self._k, *KS)
-        found = self._retriever(engine, knowledge.generation, texts, own, depth)
+        hits = self._retriever(engine, knowledge.generation, texts, own, depth)
         answers = [""] * (own.stop - own.start)
         if config.eval.answers:
-            answers = self._answers(engine, own, found.rows, found.scores, bounds)
-        parts = gather_objects((found.rows, found.scores, answers))
-        rows, scores, answers = ([x for part in parts for x in part[i]] for i in range(3))
+            answers = self._answers(engine, own, hits.rows, hits.scores, bounds)
+        parts = gather_objects((hits.rows, hits.scores, answers))
+        rows = [row for part in parts for row in part[0]]
+        scores = [score for part in parts for score in part[1]]
+        answers = [answer for part in parts for answer in part[2]]
         per_question = self._recall(rows)
         if config.eval.answers:
             per_question |= answer_metrics(answers, [q.answers for q in self._questions])
@@ -129,15 +132,17 @@ class RagEvaluator:
         if config.eval.fresh_index:
             figures |= self._fresh(engine, texts)
         answered = [
-            Answered(question, *found, [self._passages.id_of(row) for row in found[0]])
-            for question, *found in zip(self._questions, rows, scores, answers, strict=True)
+            Answered(question, found, score, answer, [self._passages.id_of(row) for row in found])
+            for question, found, score, answer in zip(
+                self._questions, rows, scores, answers, strict=True
+            )
         ]
         named = {f"eval/{name}": value for name, value in figures.items()}
         return RagEvaluation(named, per_question, answered, self._passages)
 
     def _recall(self, rows: list[list[int]], prefix: str = "") -> dict[str, np.ndarray]:
         depth = max(KS)
-        values = {}
+        values: dict[str, np.ndarray] = {}
         gold = [
             [self._passages.rows_of(name) for name in question.passage_ids]
             for question in self._questions
@@ -190,7 +195,7 @@ class RagEvaluator:
         prompt = self._parts.generator
         names = [question.sample_id for question in questions]
         if self._fused:
-            passages = [
+            passages: list[list[Readable | None]] = [
                 [self._passages[row] for row in rows] + [None] * (self._k - len(rows))
                 for rows in found
             ]

@@ -156,7 +156,7 @@ class KnowledgeBase:
             used_again = {"like": Path(like)} if like else {"earlier": True}
             self._hand_over(step, self._unhindered | used_again)
             if not self.switch.settle(step):
-                reason = from_main(lambda: self._refresher.status.reason)
+                reason = from_main(lambda: self._of_main.status.reason)
                 told = f"the first generation of the index cannot be made: {reason}"
                 if like and "index.start_from" not in reason:
                     told += (
@@ -166,8 +166,13 @@ class KnowledgeBase:
                 raise told_by_main(IndexError_(told))
             return
         # The snapshot of this very step is taken after its checkpoint: it will be taken anew.
-        from_main(lambda: self._refresher.resume(step - 1))
+        from_main(lambda: self._of_main.resume(step - 1))
         self.switch.load_state_dict(state)
+
+    @property
+    def _of_main(self) -> Refresher:
+        assert self._refresher is not None  # on rank 0
+        return self._refresher
 
     def at_step(self, step: int) -> dict[str, float]:
         """Between two steps: switch or start a refresh where that is due; figures of the look.

@@ -218,12 +218,15 @@ class Saver:
     def _reports(self) -> list[str]:
         """What each other rank posted once it was done with the folder; "" where all went well."""
         keys = [self._key(rank) for rank in range(1, self._engine.world_size)]
+        if self._store is None:  # there are no others
+            return []
         reports = [self._store.get(key).decode() for key in keys]
         for key in keys:
             self._store.delete_key(key)
         return reports
 
     def _post(self, failure: str) -> None:
+        assert self._store is not None  # of a rank that is not the only one
         self._store.set(self._key(self._engine.rank), failure)
 
     def _key(self, rank: int) -> str:

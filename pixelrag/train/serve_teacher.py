@@ -8,7 +8,7 @@ from pixelrag.config.distill import DistillConfig
 from pixelrag.distributed.env import World, read_ranks
 from pixelrag.errors import ConfigError
 from pixelrag.models.causal_load import load_tokenizer, student_source
-from pixelrag.models.state_codec import CODECS
+from pixelrag.models.state_codec import Codec, codec_of
 from pixelrag.models.teacher import load_teacher
 from pixelrag.models.teacher_channel import Greeting, TeacherServer, token_for
 from pixelrag.models.wire import is_path
@@ -27,9 +27,7 @@ def main(config: DistillConfig, own: Mapping[str, str]) -> int:
         ConfigError: an argument is missing or out of its range, an address of TCP has no token,
             or several processes were started.
     """
-    codec = own.get("codec", "exact")
-    if codec not in CODECS:
-        raise ConfigError(f"--codec: got {codec!r}, expected one of {', '.join(CODECS)}")
+    codec = codec_of(own)
     if not own.get("listen"):
         raise ConfigError("--listen: got nothing, expected a socket's path or host:port")
     port = own["listen"].rpartition(":")[2]
@@ -50,7 +48,7 @@ def main(config: DistillConfig, own: Mapping[str, str]) -> int:
     return 0
 
 
-def build_server(config: DistillConfig, world: World, address: str, codec: str) -> TeacherServer:
+def build_server(config: DistillConfig, world: World, address: str, codec: Codec) -> TeacherServer:
     """Load and try the teacher, and listen."""
     source = student_source(config.student)
     tokenizer = load_tokenizer(source, trust_remote_code=config.student.trust_remote_code)
@@ -61,7 +59,7 @@ def build_server(config: DistillConfig, world: World, address: str, codec: str) 
     isolated = config.packing.attention == "isolated" or held_out
     teacher.self_test(contract.vocab_size, isolated=isolated)
     greeting = Greeting(
-        teacher=config.teacher.name_or_path,
+        teacher=config.teacher.name_or_path or "",
         dtype=str(teacher.model.dtype).removeprefix("torch."),
         vocab_size=contract.vocab_size,
         vocabulary=contract.vocabulary,

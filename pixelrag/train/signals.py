@@ -107,7 +107,8 @@ class StopRequest:
         if self._dir is not None:
             self._dir.mkdir(parents=True, exist_ok=True)
             replace_text(self._dir / PREEMPTED, f"{reason}\n{checkpoint or 'no checkpoint'}\n")
-            self._stop_file.unlink(missing_ok=True)
+            if self._stop_file is not None:
+                self._stop_file.unlink(missing_ok=True)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         now = self._clock()

@@ -150,7 +150,7 @@ def _refuse(config: ContrastiveConfig | DistillConfig | RagConfig, own: Mapping[
             raise ConfigError(
                 f"{', '.join(asked)}: needs data.eval, and eval.retrieval true, to rank documents"
             )
-    if "samples" in own and not taught:
+    if "samples" in own and not isinstance(config, DistillConfig):
         raise ConfigError("--samples: only a student writes samples; leave it out")
     if "answers" not in own:
         return

@@ -27,6 +27,8 @@ _UNSUPPORTED = (
     "hybrid_engine",
 )
 _KEEP_EVERYTHING = 10**12
+# DeepSpeed's own numbers of elements.
+_BUCKET, _PREFETCH = 5 * 10**8, 5 * 10**7
 # Settings that would change the gradient, or scramble the optimizer's state, without an error:
 # where they stand, and the values under which they do not.
 _EXACT: tuple[tuple[str, tuple[Any, ...]], ...] = (
@@ -71,6 +73,7 @@ def resolve(
     per_chunk: bool,
     resident: bool,
     offload_optimizer: bool,
+    num_trained: int,
     source: str = "engine.deepspeed",
 ) -> dict[str, Any]:
     """Return the complete config for ``deepspeed.initialize``.
@@ -83,6 +86,7 @@ def resolve(
         per_chunk: reduce after every chunk (stages 2 and 3 with offload need another mode).
         resident: stage 3 only: keep gathered parameters over the step.
         offload_optimizer: optimizer state in host memory (stages 1 to 3).
+        num_trained: parameters, over which buckets need not reach.
         source: the file's name, for messages.
 
     Raises:
@@ -117,10 +121,11 @@ def resolve(
         for key in [k for k, v in zero.items() if k.startswith("stage3_") and v == "auto"]:
             del zero[key]
     zero["overlap_comm"] = _value_or(zero, "overlap_comm", False)
+    # The first is allocated, whatever the model: 2 GB of fp32.
+    zero["reduce_bucket_size"] = _value_or(zero, "reduce_bucket_size", min(_BUCKET, num_trained))
     for key, value in (
-        ("reduce_bucket_size", 5 * 10**8),
-        ("allgather_bucket_size", 5 * 10**8),
-        ("stage3_prefetch_bucket_size", 5 * 10**7),
+        ("allgather_bucket_size", _BUCKET),
+        ("stage3_prefetch_bucket_size", _PREFETCH),
     ):
         if zero.get(key) == "auto":
             zero[key] = value

@@ -113,6 +113,7 @@ def _build_zero(
         per_chunk=modes.grad_sync == "per_chunk",
         resident=modes.resident,
         offload_optimizer=offload_optimizer,
+        num_trained=sum(p.numel() for p in module.parameters() if p.requires_grad),
         source=str(path or "engine.deepspeed"),
     )
     return DeepSpeedEngine(

@@ -23,11 +23,13 @@ def main(config: JobConfig, own: Mapping[str, str]) -> int:
         ConfigError: a flag's value is out of its range, or the job cannot be planned.
         ModelError: a model's configuration is not there.
     """
+    device = device_named(own.get("device") or "h200")
     cluster = Cluster(
-        device_named(own.get("device") or "h200"),
+        device,
         _number(own, "nodes", int, 1, 1, 100_000),
         _number(own, "devices_per_node", int, 8, 1, 1_000),
-        _number(own, "network", float, 50.0, 0.001, 1e6) * 1e9,
+        link=_number(own, "link", float, device.link / 1e9, 0.001, 1e6) * 1e9,
+        network=_number(own, "network", float, 50.0, 0.001, 1e6) * 1e9,
     )
     mfu = _number(own, "mfu", float, 0.4, 0.001, 1.0)
     # Here, so that --help needs no torch.
@@ -39,6 +41,7 @@ def main(config: JobConfig, own: Mapping[str, str]) -> int:
         query=_number(own, "query_tokens", int, None, 1, 10**7),
         document=_number(own, "document_tokens", int, None, 1, 10**7),
         image=_number(own, "image_tokens", int, None, 1, 10**6),
+        passages=_number(own, "passages", int, None, 1, 10**12),
         supervised=_number(own, "supervised", float, None, 0.0001, 1.0),
     )
     search = own.get("search", "off")
@@ -49,11 +52,12 @@ def main(config: JobConfig, own: Mapping[str, str]) -> int:
         say(line)
     if search == "on":
         from pixelrag.plan.search import engines, largest
-        from pixelrag.plan.table import compared, of_largest
+        from pixelrag.plan.table import compared, suggested
 
-        for line in compared(engines(config, cluster, lengths), cluster, mfu):
+        found = engines(config, cluster, lengths, mfu)
+        best = largest(found[0].config, cluster, lengths)
+        for line in [*compared(found, cluster, mfu), *suggested(best, cluster, mfu)]:
             say(line)
-        say(of_largest(largest(config, cluster, lengths), cluster, mfu))
     if own.get("output"):
         written = json.dumps(asdict(prediction), indent=1, sort_keys=True) + "\n"
         Path(own["output"]).write_text(written, encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -34,6 +35,7 @@ class ContrastiveWorkload:
 
     part_of = staticmethod(job.part_of)
     vocab_sizes: frozenset[int] = frozenset()
+    index_bytes: ClassVar[dict[str, int]] = {}
 
     def __init__(self, config: ContrastiveConfig, lengths: Lengths, world_size: int) -> None:
         lengths.only("contrastive", "query", "document", "image")

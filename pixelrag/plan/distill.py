@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -39,6 +40,7 @@ class DistillWorkload:
     """
 
     part_of = None
+    index_bytes: ClassVar[dict[str, int]] = {}
 
     def __init__(self, config: DistillConfig, lengths: Lengths, world_size: int) -> None:
         lengths.only("distill", "document", "supervised")

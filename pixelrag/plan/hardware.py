@@ -54,12 +54,14 @@ class Cluster:
     Attributes:
         device: of every rank.
         nodes, devices_per_node: how many.
-        network: between nodes, bytes a second for each device in each direction.
+        link: within a node, bytes a second for each device in each direction.
+        network: the same between nodes.
     """
 
     device: Device
     nodes: int
     devices_per_node: int
+    link: float
     network: float
 
     @property
@@ -70,7 +72,7 @@ class Cluster:
     @property
     def slowest_link(self) -> float:
         """Bytes a second over which a ring through all ranks goes at its slowest."""
-        return self.device.link if self.nodes == 1 else min(self.network, self.device.link)
+        return self.link if self.nodes == 1 else min(self.network, self.link)
 
 
 def device_named(name: str) -> Device:

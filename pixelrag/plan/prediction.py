@@ -32,6 +32,7 @@ class Prediction:
         world_size: ranks.
         grad_sync, params: what `engine.grad_sync` and `engine.params` come to.
         memory: bytes at the moment when most is alive, by use.
+        index: bytes of host memory for retrieval, by use.
         flops: operations.
         touched: bytes read and written by operations.
         allocations: storages made.
@@ -46,6 +47,7 @@ class Prediction:
     grad_sync: str
     params: str
     memory: dict[str, int]
+    index: dict[str, int]
     flops: int
     touched: int
     allocations: int
@@ -140,6 +142,7 @@ def predict(
                 grad_sync=engine.grad_sync,
                 params="resident" if engine.resident else "sharded",
                 memory=dict(memory.at_peak),
+                index=dict(job.index_bytes),
                 flops=flops,
                 touched=touched,
                 allocations=memory.allocations,

@@ -20,6 +20,8 @@ from pixelrag.models.generator_load import outline_generator
 from pixelrag.models.load import outline_embedder
 from pixelrag.plan.workload import Lengths, capped, texts, without_content
 from pixelrag.retrieval.encode import encode
+from pixelrag.retrieval.index import bytes_of_index
+from pixelrag.retrieval.recipe import index_settings
 from pixelrag.train import rag as job
 from pixelrag.train.rag_data import container_of, document_encoder_config
 
@@ -42,7 +44,8 @@ class RagWorkload:
 
     def __init__(self, config: RagConfig, lengths: Lengths, world_size: int) -> None:
         lengths.only("rag", "query", "document", "passages")
-        self._config = config
+        self._config, self._world_size = config, world_size
+        self._passages = lengths.passages
         own, document = document_encoder_config(config), None
         question = self._encoder(config.question_encoder, "question")
         if not config.shares_encoder:
@@ -62,6 +65,7 @@ class RagWorkload:
         self.vocab_sizes = frozenset((generator.vocab_size,))
         self._num = -(-config.batch.rows(world_size) // world_size)
         self._num_all = config.batch.rows(world_size)
+        self._question_encoder = question
         query = lengths.query or config.question_encoder.query_max_length
         self._question = capped(query, question)
         self._passage = capped(lengths.document or own.document_max_length, document or question)
@@ -82,6 +86,20 @@ class RagWorkload:
         read = reader.prompt_max_length + reader.target_max_length
         rows = self._num * self._question + pairs * (self._passage + read)
         return rows * self._config.batch.gradient_accumulation_steps
+
+    @property
+    def index_bytes(self) -> dict[str, int]:
+        """Host memory of a rank: the index, and the vectors that it maps beside it."""
+        if self._passages is None:
+            return {}
+        width, index = self._question_encoder.embedding_dim, self._config.index
+        size = bytes_of_index(index_settings(index), self._passages, width)
+        # Ranks hold whole index files; there may be fewer ranks than files, or more.
+        held = -(-index.num_shards // min(self._world_size, index.num_shards))
+        return {
+            "index": size * held // index.num_shards,
+            "vectors of passages, mapped": 4 * width * self._passages,
+        }
 
     def begin(self) -> None:
         """Everything is in the container."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pixelrag.config.base import JobConfig
@@ -34,65 +34,96 @@ class Alternative:
         params = f", {found.params}" if name in ("zero3", "fsdp2") else ""
         return f"{name}, {found.grad_sync}{params}"
 
+    def rate(self, cluster: Cluster, mfu: float) -> float:
+        """Tokens a second of all ranks, at most."""
+        return self.prediction.rate(cluster, self.config.engine.precision, mfu)
 
-def engines(config: JobConfig, cluster: Cluster, lengths: Lengths) -> list[Alternative]:
-    """The job on every engine that its configuration can have, otherwise as it is."""
+    def flags(self) -> list[str]:
+        """What makes a run of it."""
+        engine, found, batch = self.config.engine, self.prediction, self.config.batch
+        flags = [f"--engine.name={engine.name}", f"--engine.grad_sync={found.grad_sync}"]
+        if engine.name in ("zero3", "fsdp2"):
+            flags.append(f"--engine.params={found.params}")
+        for name in ("per_device_batch_size", "gradient_accumulation_steps"):
+            flags.append(f"--batch.{name}={getattr(batch, name)}")
+        if (size := size_option(self.config)) != "per_device_batch_size":
+            flags.append(f"--batch.{size}={getattr(batch, size)}")
+        return flags
+
+
+def engines(config: JobConfig, cluster: Cluster, lengths: Lengths, mfu: float) -> list[Alternative]:
+    """The job on every engine that its configuration can have: what fits and is fastest first."""
     names = ENGINES
     if config.engine.deepspeed is not None:  # a file is of one stage
         names = (config.engine.name,)
     found = []
     for name in names:
-        offload = config.engine.offload_optimizer and name != "ddp"
-        update = {"name": name, "offload_optimizer": offload}
+        update: dict[str, str] = {"name": name}
         if name not in ("zero3", "fsdp2"):
             update["params"] = "auto"
         engine = config.engine.model_copy(update=update)
         found.append(_tried(config.model_copy(update={"engine": engine}), cluster, lengths))
-    return found
+
+    def order(one: Alternative) -> tuple[bool, float, int]:
+        fits = one.prediction.fits(cluster.device.memory)
+        return not fits, -one.rate(cluster, mfu), one.prediction.peak
+
+    return sorted(found, key=order)
 
 
-def largest(
-    config: JobConfig, cluster: Cluster, lengths: Lengths
-) -> tuple[str, int, Alternative] | None:
-    """Double what sets the memory until it no longer fits.
+def size_option(config: JobConfig) -> str:
+    """What sets the memory and leaves the gradient alone, in `batch`."""
+    if isinstance(config, DistillConfig):
+        return "per_device_batch_size"
+    return "chunk_size" if isinstance(config, ContrastiveConfig) else "generator_chunk_size"
 
-    Returns:
-        The option, its largest value that fits, and what that costs; None where not even half of
-        the configured value fits.
+
+def largest(config: JobConfig, cluster: Cluster, lengths: Lengths) -> Alternative | None:
+    """The job with the largest chunk or micro-batch that fits; None where not even one row does.
+
+    The configured size is doubled until it no longer fits, or halved until it does. A chunk size
+    of `auto` stays as it is.
     """
-    option, best = "", None
-    for option, value, candidate in _larger(config, cluster.world_size):
+    sizes = _sizes(config, cluster.world_size)
+    place = next((i for i, (size, _) in enumerate(sizes) if size >= _now(config)), 0)
+    best = None
+    for _, candidate in sizes[place:]:
         tried = _tried(candidate, cluster, lengths)
         if not tried.prediction.fits(cluster.device.memory):
             break
-        best = option, value, tried
+        best = tried
+    for _, candidate in reversed(sizes[:place]):
+        if best is not None:
+            break
+        tried = _tried(candidate, cluster, lengths)
+        best = tried if tried.prediction.fits(cluster.device.memory) else None
     return best
 
 
-def _larger(config: JobConfig, world_size: int) -> Iterator[tuple[str, int, JobConfig]]:
-    """The configured size, and its doubles up to all that a rank has in a step."""
-    batch = config.batch
+def _now(config: JobConfig) -> int:
+    value = getattr(config.batch, size_option(config))
+    return 1 if value == "auto" else value
+
+
+def _sizes(config: JobConfig, world_size: int) -> Sequence[tuple[int, JobConfig]]:
+    """The configured size, its halves, and its doubles up to all that a rank has in a step."""
+    batch, option, now = config.batch, size_option(config), _now(config)
+    if getattr(batch, option) == "auto":
+        return [(now, config)]
+    rows = -(-batch.rows(world_size) // world_size)
     if isinstance(config, DistillConfig):
-        rows = config.batch.rows(world_size) // world_size
-        size = batch.per_device_batch_size
-        while size <= rows:
-            if rows % size == 0:
-                update = {
-                    "per_device_batch_size": size,
-                    "gradient_accumulation_steps": rows // size,
-                }
-                changed = config.model_copy(update={"batch": batch.model_copy(update=update)})
-                yield "batch.per_device_batch_size", size, changed
-            size *= 2
-        return
-    name = "chunk_size" if isinstance(config, ContrastiveConfig) else "generator_chunk_size"
-    rows, size = -(-batch.rows(world_size) // world_size), getattr(batch, name)
-    if name == "generator_chunk_size":
-        rows *= config.retrieval.k
-    while size != "auto" and size < 2 * rows:
-        changed = batch.model_copy(update={name: size})
-        yield f"batch.{name}", size, config.model_copy(update={"batch": changed})
-        size *= 2
+        sizes = [size for size in range(1, rows + 1) if rows % size == 0]
+        updates = [{option: n, "gradient_accumulation_steps": rows // n} for n in sizes]
+    else:
+        rows *= 1 if option == "chunk_size" else config.retrieval.k
+        halves = [now >> i for i in range(now.bit_length()) if now >> i]
+        doubles = [now << i for i in range(1, 32) if now << i < 2 * rows]
+        sizes = sorted([*halves, *doubles])
+        updates = [{option: n} for n in sizes]
+    changed = [batch.model_copy(update=update) for update in updates]
+    return [
+        (n, config.model_copy(update={"batch": b})) for n, b in zip(sizes, changed, strict=True)
+    ]
 
 
 def _tried(config: JobConfig, cluster: Cluster, lengths: Lengths) -> Alternative:

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from pixelrag.plan.memory import ACTIVATIONS, BACKWARD, LOGITS, TEMPORARY, Memory
 
@@ -31,6 +31,7 @@ _FACTORIES = frozenset(
     (_aten.empty, _aten.empty_strided, _aten.zeros, _aten.ones, _aten.full, _aten.rand, _aten.randn)
 )
 _READ = {torch.bool: True}
+_DEVICE_OF = torch.ops.prim.device.default
 _TESTS_FOR_FAULTS = frozenset((_aten.isnan, _aten.isinf))
 
 
@@ -40,6 +41,7 @@ class Simulation(TorchDispatchMode):
     Attributes:
         memory: what lives.
         fake: the mode to build models in.
+        flops: floating-point operations; a multiplication and an addition are two.
         touched: bytes that operations have read and written.
         launches: operations that compute something, roughly a kernel each.
         vocab_sizes: a tensor whose last dimension is one of these holds logits.
@@ -51,8 +53,7 @@ class Simulation(TorchDispatchMode):
         self.launches = 0
         self.memory = Memory()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.touched = 0
-        self._flops = FlopCounterMode(display=False)
+        self.flops = self.touched = 0
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Simulation]:
@@ -66,7 +67,7 @@ class Simulation(TorchDispatchMode):
 
         torch.UntypedStorage.resize_ = watched
         try:
-            with warnings.catch_warnings(), self, self._flops:
+            with warnings.catch_warnings(), self:
                 # DeepSpeed looks at the alignment of addresses, which are none.
                 warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTen")
                 yield self
@@ -74,14 +75,20 @@ class Simulation(TorchDispatchMode):
             torch.UntypedStorage.resize_ = resize
 
     def counted(self) -> tuple[int, int, int]:
-        """Floating-point operations so far (a multiplication and an addition are two), bytes
-        touched, launches."""
-        return self._flops.get_total_flops(), self.touched, self.launches
+        """So far: `flops`, `touched` and `launches`."""
+        return self.flops, self.touched, self.launches
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func is _DEVICE_OF and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # half of all calls
         if DTensor in types:
             return NotImplemented  # what it makes of the operation comes back here
+        if func.overloadpacket not in flop_registry and func._can_decompose():
+            with self:
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         is_fake = any(isinstance(t, FakeTensor) for t in tensors)
         if is_fake and func is _aten._local_scalar_dense.default:
@@ -95,10 +102,12 @@ class Simulation(TorchDispatchMode):
         if is_fake and self._is_figure(func, tensors, result):
             return torch.ones(result.shape, dtype=result.dtype)
         for leaf in tree_leaves(result):
-            if isinstance(leaf, FakeTensor) and leaf.device.type != "meta":
+            if isinstance(leaf, FakeTensor) and leaf.fake_device.type != "meta":
                 self.memory.add(leaf, self._use_of_new(leaf))
         if is_fake:
-            self._count_touched(func, tensors, result)
+            self._count(func, tensors, result)
+            if (count := flop_registry.get(func.overloadpacket)) is not None:
+                self.flops += count(*args, **kwargs, out_val=result)
         return result
 
     def _is_figure(self, func: Any, tensors: list[torch.Tensor], result: Any) -> bool:
@@ -120,8 +129,8 @@ class Simulation(TorchDispatchMode):
             return BACKWARD
         return ACTIVATIONS if torch.is_grad_enabled() else TEMPORARY
 
-    def _count_touched(self, func: Any, tensors: list[torch.Tensor], result: Any) -> None:
-        """Bytes that an operation reads and writes; a view touches none."""
+    def _count(self, func: Any, tensors: list[torch.Tensor], result: Any) -> None:
+        """An operation, and the bytes that it reads and writes; a view touches none."""
         made = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
         given = {_storage(t)._cdata for t in tensors}
         in_place = func._schema.is_mutable

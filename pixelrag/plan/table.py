@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pixelrag.config.base import JobConfig
+from pixelrag.config.distill import DistillConfig
 from pixelrag.plan.hardware import Cluster
 from pixelrag.plan.prediction import Prediction
-from pixelrag.plan.search import Alternative
+from pixelrag.plan.search import Alternative, size_option
 
 GIB = 1 << 30
 
@@ -37,6 +38,10 @@ def lines_of(config: JobConfig, prediction: Prediction, cluster: Cluster, mfu: f
     lines += [
         f"  {'in all':<40} {prediction.peak / GIB:>10,.3f}   {share:.0%} of the device: {verdict}",
         "  (the driver's context and the allocator's gaps come on top)",
+        *(
+            f"  host memory, {use:<27} {size / GIB:>10,.3f}"
+            for use, size in prediction.index.items()
+        ),
         "",
         "traffic of a rank in a step                   calls          MiB",
     ]
@@ -56,33 +61,30 @@ def lines_of(config: JobConfig, prediction: Prediction, cluster: Cluster, mfu: f
     binds = max(seconds, key=seconds.__getitem__)
     rate = prediction.rate(cluster, engine.precision, mfu)
     lines += ["", f"{binds} binds: at most {rate:,.0f} tokens/s on {cluster.world_size} devices"]
+    if isinstance(config, DistillConfig):
+        lines.append("Liger's kernels and compiled code are planned as the plain modules")
     return lines
 
 
 def compared(alternatives: Sequence[Alternative], cluster: Cluster, mfu: float) -> list[str]:
-    """Engines, those that fit and are fastest first."""
-
-    def order(alternative: Alternative) -> tuple[bool, float, int]:
-        prediction = alternative.prediction
-        rate = prediction.rate(cluster, alternative.config.engine.precision, mfu)
-        return not prediction.fits(cluster.device.memory), -rate, prediction.peak
-
+    """Engines, in their order."""
     lines = ["", "engines at these sizes                   GiB a rank      tokens/s, at most"]
-    for alternative in sorted(alternatives, key=order):
-        misses, rate, peak = order(alternative)
-        note = "   does not fit" if misses else ""
-        lines.append(f"  {alternative.name:<36} {peak / GIB:>12,.3f} {-rate:>18,.0f}{note}")
+    for one in alternatives:
+        found = one.prediction
+        note = "" if found.fits(cluster.device.memory) else "   does not fit"
+        rate = one.rate(cluster, mfu)
+        lines.append(f"  {one.name:<36} {found.peak / GIB:>12,.3f} {rate:>18,.0f}{note}")
     return lines
 
 
-def of_largest(found: tuple[str, int, Alternative] | None, cluster: Cluster, mfu: float) -> str:
-    """The largest size that fits, in words."""
-    if found is None:
-        return "no larger chunk or micro-batch fits, nor does the configured one"
-    option, value, alternative = found
-    prediction = alternative.prediction
-    rate = prediction.rate(cluster, alternative.config.engine.precision, mfu)
-    return (
-        f"largest {option} that fits: {value} ({prediction.peak / GIB:,.3f} GiB, at most "
-        f"{rate:,.0f} tokens/s)"
-    )
+def suggested(best: Alternative | None, cluster: Cluster, mfu: float) -> list[str]:
+    """The largest size that fits, and the options of such a run."""
+    if best is None:
+        return ["", "not even one row at a time fits: take more devices, or larger ones"]
+    found, option = best.prediction, size_option(best.config)
+    return [
+        "",
+        f"largest batch.{option} that fits: {getattr(best.config.batch, option)} "
+        f"({found.peak / GIB:,.3f} GiB, at most {best.rate(cluster, mfu):,.0f} tokens/s)",
+        f"suggested: {' '.join(best.flags())}",
+    ]

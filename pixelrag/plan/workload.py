@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
@@ -64,6 +64,7 @@ class Workload(Protocol):
         part_of: see `train.optimizer.adamw`; None = the job has no learning rates by part.
         frozen: models beside the container.
         vocab_sizes: columns of what counts as logits.
+        index_bytes: of host memory that a rank uses for retrieval, by what for.
     """
 
     container: nn.Module
@@ -71,6 +72,7 @@ class Workload(Protocol):
     part_of: PartOf | None
     frozen: Sequence[nn.Module]
     vocab_sizes: frozenset[int]
+    index_bytes: Mapping[str, int]
 
     def begin(self) -> None:
         """Place models beside the container; before the engine is built."""

@@ -186,6 +186,39 @@ def build_index(
     return Index(index, settings, threads=threads, fallback=fallback)
 
 
+def bytes_of_index(settings: IndexSettings, num_rows: int, dim: int) -> int:
+    """Memory of an index that need not be built, about: centroids, codes, ids and links.
+
+    Raises:
+        IndexError_: the factory string is not understood or does not fit the vectors.
+    """
+    import faiss
+
+    with _as_index_error(f"index.factory {settings.factory!r} for {num_rows} vectors of {dim}"):
+        index = faiss.index_factory(dim, settings.factory, faiss.METRIC_INNER_PRODUCT)
+        ivf = faiss.try_extract_index_ivf(index)
+        centroids = 0 if ivf is None else 4 * ivf.nlist * dim
+        return centroids + round(num_rows * _bytes_of_row(index))
+
+
+def _bytes_of_row(index: Any) -> float:
+    import faiss
+
+    index = faiss.downcast_index(index)
+    if isinstance(index, faiss.IndexPreTransform):
+        return _bytes_of_row(index.index)
+    if isinstance(index, faiss.IndexRefine):
+        return _bytes_of_row(index.base_index) + _bytes_of_row(index.refine_index)
+    if isinstance(index, faiss.IndexHNSW):
+        # Links of level 0; a row in M has M more of them a level up, and so on. Level and offset.
+        links = index.hnsw.nb_neighbors(0)
+        above = index.hnsw.nb_neighbors(1)
+        return _bytes_of_row(index.storage) + 4 * (links + above / (above - 1)) + 12
+    if isinstance(index, faiss.IndexIVF):
+        return index.code_size + 8
+    return index.sa_code_size()
+
+
 def _enough_rows(index: Any) -> int:
     """Rows to train an index of this kind on; asked on the CPU, where it knows its cells."""
     import faiss

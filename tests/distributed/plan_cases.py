@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler._utils import traverse_dfs
 
-from pixelrag.config import jobs
-from pixelrag.config.base import JobConfig, load
+from benchmarks.counts import Case
 from pixelrag.distributed.counting import CollectiveCounter
 from pixelrag.distributed.env import World
 from pixelrag.plan.workload import Lengths, workload_of
@@ -24,14 +26,21 @@ KINDS = {
 }
 
 
-def config_of(case: dict[str, Any]) -> JobConfig:
-    """A case's configuration."""
-    return load(jobs.config_class(case["job"]), case["arguments"])[0]
+@contextlib.contextmanager
+def _tidy() -> Iterator[None]:
+    """Collect garbage often: DeepSpeed leaves cycles that hold tensors until that is done."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(30, 2, 1)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 def measure(world: World, case: dict[str, Any]) -> dict[str, Any]:
     """Peak of what the allocator handed out in a second step, and that step's collectives."""
-    config, lengths = config_of(case), Lengths(**case["lengths"])
+    case = Case(**case)
+    config, lengths = case.config(), Lengths(**case.lengths)
     gc.collect()  # what an earlier case left must not be seen to go
     counter, linear = CollectiveCounter(), F.linear
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -42,7 +51,7 @@ def measure(world: World, case: dict[str, Any]) -> dict[str, Any]:
         job.step(engine)
         engine.step(1.0)
         gc.collect()
-        with record_function("the second step"), counter:
+        with record_function("the second step"), counter, _tidy():
             job.step(engine)
             engine.step(1.0)
     F.linear = linear  # DeepSpeed's stage 3 puts its own in place, for the rest of a process
@@ -70,11 +79,24 @@ def _fill(*modules: torch.nn.Module) -> None:
 
 
 def _peak(profiler: profile) -> int:
-    events = profiler.profiler.kineto_results.events()
-    begin = min(e.start_ns() for e in events if e.name() == "the second step")
-    live = peak = 0
-    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        live += event.nbytes()
-        if event.start_ns() >= begin:
-            peak = max(peak, live)
+    """Bytes alive at most in the second step.
+
+    By address: what a thread of gloo frees is not seen until the address is used again.
+    """
+    begin, events = 0, []
+    for event in traverse_dfs(profiler.profiler.kineto_results.experimental_event_tree()):
+        kind, fields = event.typed
+        if event.name == "the second step":
+            begin = event.start_time_ns
+        elif kind.name == "Allocation":
+            events.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+    alive: dict[int, int] = {}
+    total = peak = 0
+    for time_ns, address, size in sorted(events):
+        total -= alive.pop(address, 0)
+        if size > 0:
+            alive[address] = size
+            total += size
+        if time_ns >= begin:
+            peak = max(peak, total)
     return peak

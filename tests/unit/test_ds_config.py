@@ -20,6 +20,7 @@ def _resolve(user: dict[str, Any] | None = None, **options: Any) -> dict[str, An
         "per_chunk": False,
         "resident": True,
         "offload_optimizer": False,
+        "num_trained": 10_000,
         "source": "zero.json",
     }
     return resolve(user, **(defaults | options))
@@ -105,6 +106,14 @@ def test_a_leftover_auto_is_an_error_that_names_its_place() -> None:
         'zero_optimization.sub_group_size: "auto" is not resolved by any setting; write a value',
         'comms_logger.verbose: "auto" is not resolved by any setting; write a value',
     ]
+
+
+@pytest.mark.parametrize("user", [None, {"zero_optimization": {"reduce_bucket_size": "auto"}}])
+def test_a_bucket_is_no_larger_than_the_model(user: dict[str, Any] | None) -> None:
+    """DeepSpeed allocates it whole: 2 GB of fp32, unless it is told."""
+    for num_trained, size in ((10_000, 10_000), (10**9, 5 * 10**8)):
+        zero = _resolve(user, num_trained=num_trained)["zero_optimization"]
+        assert zero["reduce_bucket_size"] == size
 
 
 def test_settings_of_the_user_are_kept() -> None:

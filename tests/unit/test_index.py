@@ -15,7 +15,7 @@ from pixelrag.errors import IndexError_
 from pixelrag.retrieval import index as index_module
 from pixelrag.retrieval.durable import put
 from pixelrag.retrieval.hits import Hits, exact_search, merge_top_k, recall_at_k
-from pixelrag.retrieval.index import IndexSettings, build_index, open_index
+from pixelrag.retrieval.index import IndexSettings, build_index, bytes_of_index, open_index
 
 FACTORIES = ["Flat", "HNSW16", "IVF16,Flat", "IVF16,PQ8x4fs", "SQ8", "PQ8x4fs,RFlat"]
 
@@ -41,6 +41,14 @@ def brute_force(vectors: np.ndarray, queries: np.ndarray, k: int) -> tuple[np.nd
     scores = queries.astype(np.float64) @ vectors.astype(np.float64).T
     rows = np.argsort(-scores, axis=1, kind="stable")[:, :k]
     return np.take_along_axis(scores, rows, axis=1), rows
+
+
+@pytest.mark.parametrize("factory", [*FACTORIES, "OPQ8,IVF16,PQ8", "HNSW32,SQ8"])
+def test_an_index_takes_what_was_foreseen(factory: str, vectors, tmp_path: Path) -> None:
+    settings = IndexSettings(factory=factory)
+    build_index(vectors, settings).write(tmp_path / "index")
+    size = (tmp_path / "index").stat().st_size
+    assert bytes_of_index(settings, *vectors.shape) == pytest.approx(size, rel=0.1, abs=50_000)
 
 
 def test_exact_search_is_exact_over_blocks(vectors, queries, monkeypatch):

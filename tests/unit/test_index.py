@@ -43,7 +43,7 @@ def brute_force(vectors: np.ndarray, queries: np.ndarray, k: int) -> tuple[np.nd
     return np.take_along_axis(scores, rows, axis=1), rows
 
 
-@pytest.mark.parametrize("factory", [*FACTORIES, "OPQ8,IVF16,PQ8", "HNSW32,SQ8"])
+@pytest.mark.parametrize("factory", [*FACTORIES, "PCA16,SQ8", "HNSW32,SQ8"])
 def test_an_index_takes_what_was_foreseen(factory: str, vectors, tmp_path: Path) -> None:
     settings = IndexSettings(factory=factory)
     build_index(vectors, settings).write(tmp_path / "index")

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -74,7 +75,7 @@ def _planned(
     if device is None:
         known = ", ".join(DEVICES)
         return f"time: unknown; {hardware.device} is none of the planner's devices: {known}"
-    whole = {
+    whole: dict[str, Any] = {
         name: value if name == "supervised" else round(value)
         for name, value in lengths.items()
         if value

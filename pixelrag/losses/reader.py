@@ -177,7 +177,10 @@ def _distilled(
     log_q_BK = document_log_prior(doc_scores_BK)
     missing_BK = log_q_BK == _MISSING
     reader_BK = reader_BK.detach().to(torch.promote_types(reader_BK.dtype, torch.float32))
-    log_p_BK = document_log_prior((reader_BK / temperature).masked_fill(missing_BK, _MISSING))
+    # What is all but impossible must not become infinite: a soft-max of nothing else is NaN.
+    bound = torch.finfo(reader_BK.dtype).max / 4
+    told_BK = (reader_BK / temperature).clamp(-bound, bound)
+    log_p_BK = document_log_prior(told_BK.masked_fill(missing_BK, _MISSING))
     p_BK = log_p_BK.exp()
     # 0 log 0 = 0: also where the reader's probability underflows or is none at all.
     terms_BK = p_BK * (log_p_BK.masked_fill(p_BK == 0, 0.0) - log_q_BK.masked_fill(missing_BK, 0.0))

@@ -358,9 +358,10 @@ def row_loss(case: dict[str, Any], model: Any, row: Row, scores: torch.Tensor) -
         return answer
     if case["retriever"] == "emdr2":
         told = torch.stack(apart).detach()
-        if case["answer"] == "rag_token":
-            return answer - (prior[:, None] + told).logsumexp(0).sum()
-        return answer - (prior + told.sum(1)).logsumexp(0)
+        by_token = (prior[:, None] + told).logsumexp(0).sum()
+        whole_answer = (prior + told.sum(1)).logsumexp(0)
+        log_p = by_token if case["answer"] == "rag_token" else whole_answer
+        return answer - case["retriever_weight"] * log_p
     told = whole.detach()
     if case["retriever"] == "loop":
         told = -torch.stack([left_out(case, model, row, prior, whole, k) for k in range(len(told))])

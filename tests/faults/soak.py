@@ -58,14 +58,13 @@ class Watch:
         self.samples: dict[int, list[tuple[float, int, int, int]]] = defaultdict(list)
 
     def look(self, pids: list[int]) -> None:
-        """Take one sample of each: resident bytes, threads, file descriptors."""
+        """Take one sample of each: its own resident bytes, threads, file descriptors."""
         for pid in pids:
             try:
                 process = psutil.Process(pid)
-                with process.oneshot():
-                    held = process.memory_info().rss, process.num_threads(), process.num_fds()
+                held = _own_memory(pid), process.num_threads(), process.num_fds()
                 self.samples[pid].append((time.time() - process.create_time(), *held))
-            except psutil.Error:  # it has just ended
+            except (psutil.Error, OSError):  # it has just ended
                 continue
 
     def slopes(self, column: int, warm_up: float) -> list[float]:
@@ -77,17 +76,17 @@ class Watch:
                 found.append(60 * float(np.polyfit(rows[:, 0], rows[:, column], 1)[0]))
         return found
 
-    def blocks(self, column: int, warm_up: float, count: int = 6) -> list[float]:
-        """The same of consecutive parts of each process's life."""
+    def settled(self, column: int, count: int = 4) -> list[float]:
+        """The same of consecutive parts of the second half of each process's life."""
         found = []
         for samples in self.samples.values():
-            rows = np.array([s for s in samples if s[0] > warm_up], dtype=float)
+            rows = np.array(samples[len(samples) // 2 :], dtype=float)
             for part in np.array_split(rows, count):
                 if len(part) >= 8:
                     found.append(60 * float(np.polyfit(part[:, 0], part[:, column], 1)[0]))
         return found
 
-    def most(self, column: int) -> int:
+    def most(self, column: int) -> float:
         """The highest value of any process."""
         return max(s[column] for samples in self.samples.values() for s in samples)
 
@@ -203,18 +202,31 @@ class Soak:
             "hidden names left": _hidden(run),
         }
         for name, watch in (("undisturbed", self.straight), ("preempted", self.preempted)):
-            slopes = watch.blocks if name == "undisturbed" else watch.slopes
-            warm_up = self._options.warm_up
+
+            def grows(column: int, unit: float = 1.0, *, watch: Watch = watch) -> str:
+                young = watch is self.preempted  # never older than a minute or two
+                found = (
+                    watch.slopes(column, self._options.warm_up) if young else watch.settled(column)
+                )
+                return _mean(found, unit)
+
             figures[name] = {
                 "processes": len(watch.samples),
-                "RSS KiB a minute": _mean(slopes(1, warm_up), kib),
-                "threads a minute": _mean(slopes(2, warm_up)),
-                "file descriptors a minute": _mean(slopes(3, warm_up)),
-                "most RSS MiB": round(watch.most(1) / kib**2, 1),
+                "minutes of the oldest": round(watch.most(0) / 60, 1),
+                "memory KiB a minute": grows(1, kib),
+                "threads a minute": grows(2),
+                "file descriptors a minute": grows(3),
+                "most memory MiB": round(watch.most(1) / kib**2, 1),
                 "most threads": watch.most(2),
                 "most file descriptors": watch.most(3),
             }
         return figures
+
+
+def _own_memory(pid: int) -> int:
+    """Resident bytes that are no file's: pages of libraries come and go as others need room."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return 1024 * int(status.partition("RssAnon:")[2].split()[0])
 
 
 def _children() -> list[psutil.Process]:

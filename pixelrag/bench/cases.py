@@ -105,8 +105,8 @@ def measure_in_turns(
         return
     with ThreadPoolExecutor(run.at_once) as pool:
         found = pool.map(lambda row: {} if row.skipped else _alone(suite, config, row.case), rows)
-        for row, figures in zip(rows, found, strict=True):
-            yield replace(row, **figures)
+        for row, held in zip(rows, found, strict=True):
+            yield replace(row, **held)
 
 
 def _tried(made: Ready | Skipped, device: torch.device) -> Ready | Skipped:
@@ -180,7 +180,7 @@ def peak_of(step: Callable[[], Any], device: torch.device) -> dict[str, float]:
     return {"peak_mib": round(peak, 1), "added_mib": round(peak - before, 1)}
 
 
-def _alone(suite: str, config: SuiteConfig, case: Case) -> dict[str, float]:
+def _alone(suite: str, config: SuiteConfig, case: Case) -> dict[str, Any]:
     """`memory_of` in a process of its own.
 
     Raises:

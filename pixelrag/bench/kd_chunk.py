@@ -15,7 +15,7 @@ import torch
 
 from pixelrag.bench.cases import Ready, Skipped, measure_in_turns
 from pixelrag.bench.models import DTYPES
-from pixelrag.bench.rows import Case, Row
+from pixelrag.bench.rows import Case, Row, Value
 from pixelrag.config.bench import KDChunkConfig, KDChunkWork
 from pixelrag.losses.kd import (
     DistillLoss,
@@ -120,8 +120,10 @@ def _step(x: Inputs, case: Case) -> tuple[Callable[[], None], Callable[[], dict[
     return step, lambda: {"chunk_size": found[0].chunk_size}
 
 
-def loss_of(x: Inputs, implementation: str, chunk: object) -> DistillLoss:
+def loss_of(x: Inputs, implementation: str, chunk: Value) -> DistillLoss:
     """This project's loss of the inputs, as `loss.implementation` says."""
+    student: Projected | Logits
+    teacher: Projected | Logits
     if implementation == "fused":
         student, teacher = Projected(x["h"], Head(x["w"])), Projected(x["ht"], Head(x["wt"]))
     else:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pixelrag.bench.rows import Row, Run, read_rows, same_hardware
+from pixelrag.bench.rows import Row, Run, known, read_rows, same_hardware
 from pixelrag.bench.suite_charts import READING, charts_of
-from pixelrag.charts import Section, Table, markdown, page
+from pixelrag.charts import Part, Section, Table, markdown, page
 from pixelrag.errors import DataError
 from pixelrag.retrieval.durable import put_text
 
@@ -78,7 +78,7 @@ def report_sections(rows: Sequence[Row], before: Sequence[Row] = ()) -> list[Sec
         skipped = [f"Skipped {', '.join(names)}: {why}." for why, names in reasons.items()]
         tables = [table(ones) for ones in _alike([row for row in some if not row.skipped])]
         commands = [_said_of(run) for run in _runs(some)]
-        parts = [*reading, *charts_of(suite, some), *tables, *skipped, *commands]
+        parts: list[Part] = [*reading, *charts_of(suite, some), *tables, *skipped, *commands]
         sections.append(Section(suite, parts))
     return sections
 
@@ -189,12 +189,12 @@ class _Change:
     @property
     def ratio(self) -> float:
         """Of the median steps."""
-        return self.now.seconds.p50 / self.before.seconds.p50
+        return known(self.now.seconds).p50 / known(self.before.seconds).p50
 
     @property
     def apart(self) -> bool:
         """Whether the ranges of both do not overlap."""
-        now, before = self.now.seconds, self.before.seconds
+        now, before = known(self.now.seconds), known(self.before.seconds)
         return now.p20 > before.p80 or now.p80 < before.p20
 
     def cells(self) -> list[object]:

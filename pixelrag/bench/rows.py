@@ -13,12 +13,13 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pixelrag.bench.timing import Spread
 from pixelrag.errors import DataError
 from pixelrag.retrieval.durable import put_text
 
+T = TypeVar("T")
 Value = str | int | float | bool
 Case = Mapping[str, Value]
 
@@ -52,6 +53,9 @@ class Run:
     load_average: float
 
 
+_NOT_YET = Run("", "", "", "", "", 0, {}, None, "", 0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One measured case. What was not measured, or is not known, is None.
@@ -59,7 +63,7 @@ class Row:
     Attributes:
         suite: its name.
         case: what was varied, by name.
-        run: see `Run`.
+        run: see `Run`; the command fills it in.
         seconds, cpu_seconds: of a step, on the clock and on the processors of its process.
         repeats: measured steps, after the warm-up.
         tokens, supervised_tokens: of a step, over all ranks; padding does not count.
@@ -77,7 +81,7 @@ class Row:
 
     suite: str
     case: Case
-    run: Run | None = None
+    run: Run = _NOT_YET
     seconds: Spread | None = None
     cpu_seconds: Spread | None = None
     repeats: int = 0
@@ -98,6 +102,17 @@ class Row:
     def name(self) -> str:
         """The case in a line: `chunk=256 dtype=fp32`."""
         return name_of(self.case)
+
+
+def known(value: T | None) -> T:
+    """A field that rows of the suite always have.
+
+    Raises:
+        DataError: this one has it not.
+    """
+    if value is None:
+        raise DataError("a row lacks a figure that its suite always has; measure it again")
+    return value
 
 
 def name_of(case: Case) -> str:
@@ -193,7 +208,7 @@ def same_hardware(rows: Sequence[Row], against: Sequence[Row]) -> None:
     Raises:
         DataError: names both.
     """
-    found = {row.run.hardware for row in (*rows, *against) if row.run is not None}
+    found = {row.run.hardware for row in (*rows, *against)}
     if len(found) > 1:
         both = " and ".join(sorted(found)[:2])
         raise DataError(

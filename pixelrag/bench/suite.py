@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -163,7 +163,7 @@ def load_plan(name: str, profile: str | None, argv: Sequence[str]) -> Plan:
         problems.append(Problem("suite", f"got {suite!r}, {expected}", where))
         raise ConfigError(report(problems))
     config_class = SUITES[suite].config_class()
-    layer: Mapping[str, Any] = {}
+    layer: Any = {}
     if profile is not None:
         layer = profiles.get(profile) if isinstance(profiles, dict) else None
         if not isinstance(layer, dict):

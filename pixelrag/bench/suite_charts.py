@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from pixelrag.bench.rows import Row, Value
+from pixelrag.bench.rows import Row, Value, known
 from pixelrag.charts import Bars, Chart, Line, bar_chart, line_chart
 
 Rows = Sequence[Row]
@@ -33,7 +33,7 @@ def kd_chunk(rows: Rows) -> list[Chart]:
     for (vocab, dtype), some in by(rows, "vocab", "dtype").items():
         where = f"{vocab:,} rows of the head, {dtype}"
         lines = [_chunk_line(str(loss), ones, _rate) for (loss,), ones in by(some, "loss").items()]
-        bounds = [row.tokens / row.bound_seconds for row in some if row.bound_seconds]
+        bounds = [known(row.tokens) / row.bound_seconds for row in some if row.bound_seconds]
         if bounds:
             ends = _ends([x for line in lines for x in line.x])
             lines.append(Line("bound of the device", ends, [bounds[0]] * 2, dashed=True))
@@ -71,9 +71,9 @@ def packing(rows: Rows) -> list[Chart]:
     """The gain in tokens a second over a sample a row, by distribution of lengths."""
     gains: dict[str, dict[str, float]] = {}
     for (lengths,), some in by(rows, "lengths").items():
-        rates = {str(row.case["way"]): row.tokens_per_second for row in some}
+        rates = {str(row.case["way"]): known(row.tokens_per_second) for row in some}
         for way, rate in rates.items():
-            if way != "unpacked" and rates.get("unpacked"):
+            if way != "unpacked" and "unpacked" in rates:
                 gains.setdefault(f"packed, {way}", {})[str(lengths)] = rate / rates["unpacked"]
     padding = Bars(
         "unpacked",
@@ -125,7 +125,7 @@ def engine(rows: Rows) -> list[Chart]:
         lines = []
         for (name,), ones in by(some, "engine").items():
             points = sorted((float(row.case["world"]), _rate(row)) for row in ones)
-            lines.append(_line(str(name), *map(list, zip(*points, strict=True))))
+            lines.append(_through(str(name), points))
         alone = [_rate(row)[0] for row in some if row.case["world"] == 1]
         if alone:
             ends = _ends([x for line in lines for x in line.x])
@@ -135,7 +135,7 @@ def engine(rows: Rows) -> list[Chart]:
         title = f"Scaling: grad_sync {sync}, parameters {params}"
         options = {"log_x": True, "from_zero": True}
         charts.append(line_chart(title, lines, x="processes", y="tokens a second", **options))
-    most = max(row.case["world"] for row in rows)
+    most = max(int(row.case["world"]) for row in rows)
     series = [
         Bars(
             f"{sync}, {params}",
@@ -155,8 +155,8 @@ def rag_refresh(rows: Rows) -> list[Chart]:
     step = [
         Bars(
             "alone" if phase == "alone" else "beside a refresh",
-            {_world(row): row.seconds.p50 for row in ones},
-            {_world(row): (row.seconds.p20, row.seconds.p80) for row in ones},
+            {_world(row): known(row.seconds).p50 for row in ones},
+            {_world(row): (known(row.seconds).p20, known(row.seconds).p80) for row in ones},
         )
         for (phase,), ones in by(rows, "refresh").items()
     ]
@@ -181,7 +181,7 @@ def data(rows: Rows) -> list[Chart]:
     lines = []
     for (source,), ones in by(rows, "source").items():
         points = sorted((float(row.case["workers"]), _rate(row)) for row in ones)
-        lines.append(_line(str(source), *map(list, zip(*points, strict=True))))
+        lines.append(_through(str(source), points))
     return [
         line_chart("What the loaders deliver", lines, x="workers", y="tokens a second", log_y=True)
     ]
@@ -192,7 +192,7 @@ def attention(rows: Rows) -> list[Chart]:
     series = [
         Bars(
             f"{count} document{'s' if count != 1 else ''} a row",
-            {str(row.case["kernel"]): row.tokens_per_second for row in ones},
+            {str(row.case["kernel"]): known(row.tokens_per_second) for row in ones},
         )
         for (count,), ones in by(rows, "documents").items()
     ]
@@ -242,8 +242,8 @@ READING = {
 
 def _rate(row: Row) -> tuple[float, float, float]:
     """Tokens a second at the median step, and at the slow and the fast end."""
-    spread = row.seconds
-    return row.tokens / spread.p50, row.tokens / spread.p80, row.tokens / spread.p20
+    tokens, spread = known(row.tokens), known(row.seconds)
+    return tokens / spread.p50, tokens / spread.p80, tokens / spread.p20
 
 
 def _added(row: Row) -> float | None:
@@ -259,6 +259,10 @@ def _line(
         middle, low, high = zip(*values, strict=True)
         return Line(name, xs, middle, low, high, marked, mark)
     return Line(name, xs, [math.nan if v is None else v for v in values], marked=marked, mark=mark)
+
+
+def _through(name: str, points: Sequence[tuple[float, Any]]) -> Line:
+    return _line(name, [x for x, _ in points], [value for _, value in points])
 
 
 def _ends(xs: Sequence[float]) -> list[float]:

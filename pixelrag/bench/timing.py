@@ -66,8 +66,7 @@ def interleaved(
     """
     taken = {name: Taken() for name in candidates}
     for turn in range(warmup + rounds):
-        order = list(candidates) if turn % 2 == 0 else list(reversed(candidates))
-        for name in order:
+        for name in list(candidates)[:: 1 if turn % 2 == 0 else -1]:
             _wait_for(device)
             wall, cpu = time.perf_counter(), time.process_time()
             candidates[name]()

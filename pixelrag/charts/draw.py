@@ -32,7 +32,7 @@ PALETTE = (
 )  # fmt: skip
 _INK, _RULE = "#1d2127", "#d9dee5"
 _WIDTH, _HEIGHT = 5.0, 2.9  # inches
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "text.parse_math": False,  # names and titles are texts: a $ is a dollar
     "font.family": "sans-serif",
@@ -168,7 +168,7 @@ def line_chart(
             # A lone point has no line: it needs a mark of its own, as few points do.
             dot = "o" if len(line.x) <= 16 and not line.dashed else None
             axes.plot(line.x, line.y, style, color=colour, marker=dot)
-            if line.low is not None:
+            if line.low is not None and line.high is not None:
                 axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.18, lw=0)
             if line.marked is not None:
                 height = line.y[list(line.x).index(line.marked)]

@@ -96,17 +96,17 @@ def page(title: str, sections: Sequence[Section], *, style: str = "") -> str:
 
 def _html_of(parts: Sequence[Part]) -> Iterator[str]:
     """Elements; neighbouring charts stand beside each other where there is room."""
-    for is_chart, run in groupby(parts, key=lambda part: isinstance(part, Chart)):
-        if is_chart:
-            drawn = "".join(f"<figure>{part.svg()}</figure>\n" for part in run)
+    for _, run in groupby(parts, key=lambda part: isinstance(part, Chart)):
+        some = list(run)
+        drawn = "".join(f"<figure>{x.svg()}</figure>\n" for x in some if isinstance(x, Chart))
+        if drawn:
             yield f'<div class="charts">\n{drawn}</div>\n'
-            continue
-        for part in run:
+        for part in some:
             if isinstance(part, Markup):
                 yield part.html
             elif isinstance(part, Table):
                 yield _html_table(part)
-            else:
+            elif isinstance(part, str):
                 yield f"<p>{html.escape(part)}</p>\n"
 
 

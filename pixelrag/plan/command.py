@@ -23,13 +23,12 @@ def main(config: JobConfig, own: Mapping[str, str]) -> int:
         ConfigError: a flag's value is out of its range, or the job cannot be planned.
         ModelError: a model's configuration is not there.
     """
-    device = device_named(own.get("device") or "h200")
     cluster = Cluster(
-        device,
+        device_named(own.get("device") or "h200"),
         _number(own, "nodes", int, 1, 1, 100_000),
         _number(own, "devices_per_node", int, 8, 1, 1_000),
-        link=_number(own, "link", float, device.link / 1e9, 0.001, 1e6) * 1e9,
-        network=_number(own, "network", float, 50.0, 0.001, 1e6) * 1e9,
+        _number(own, "network", float, 50.0, 0.001, 1e6) * 1e9,
+        (_number(own, "link", float, None, 0.001, 1e6) or 0) * 1e9 or None,
     )
     mfu = _number(own, "mfu", float, 0.4, 0.001, 1.0)
     # Here, so that --help needs no torch.

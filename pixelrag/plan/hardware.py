@@ -54,15 +54,15 @@ class Cluster:
     Attributes:
         device: of every rank.
         nodes, devices_per_node: how many.
-        link: within a node, bytes a second for each device in each direction.
-        network: the same between nodes.
+        network: between nodes, bytes a second for each device in each direction.
+        link: the same within a node; None = the device's.
     """
 
     device: Device
     nodes: int
     devices_per_node: int
-    link: float
     network: float
+    link: float | None = None
 
     @property
     def world_size(self) -> int:
@@ -72,7 +72,8 @@ class Cluster:
     @property
     def slowest_link(self) -> float:
         """Bytes a second over which a ring through all ranks goes at its slowest."""
-        return self.link if self.nodes == 1 else min(self.network, self.link)
+        link = self.link or self.device.link
+        return link if self.nodes == 1 else min(self.network, link)
 
 
 def device_named(name: str) -> Device:

@@ -93,7 +93,7 @@ def test_the_largest_chunk_that_fits(
     monkeypatch.setattr(search, "predict", predict)
     config = load(ContrastiveConfig, [*flags[1:6], "--batch.per_device_batch_size=16"])[0]
     assert config.batch.chunk_size == 4
-    found = search.largest(config, Cluster(DEVICES["h200"], 1, 2, 1e9, 1e9), Lengths())
+    found = search.largest(config, Cluster(DEVICES["h200"], 1, 2, 1e9), Lengths())
     assert (None if found is None else found.config.batch.chunk_size) == chunk
 
 
@@ -104,7 +104,7 @@ def test_micro_batches_are_divisors_of_a_ranks_rows(tmp_path: Path, monkeypatch)
     monkeypatch.setattr(search, "predict", predict)
     sizes = ("--batch.per_device_batch_size=2", "--batch.gradient_accumulation_steps=6")
     found = search.largest(
-        _distill(tmp_path, *sizes), Cluster(DEVICES["h200"], 1, 2, 1e9, 1e9), Lengths()
+        _distill(tmp_path, *sizes), Cluster(DEVICES["h200"], 1, 2, 1e9), Lengths()
     )
     batch = found.config.batch
     assert (batch.per_device_batch_size, batch.gradient_accumulation_steps) == (4, 3)

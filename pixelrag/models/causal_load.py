@@ -25,7 +25,7 @@ from pixelrag.models.causal import CausalLM
 from pixelrag.models.liger import apply_liger
 from pixelrag.models.load import check_weights, quiet
 from pixelrag.models.lora import adapters_to_fp32, with_adapters
-from pixelrag.models.source import ADAPTER_FILE, ModelSource, as_model_error, resolve_source
+from pixelrag.models.source import ModelSource, as_model_error, base_of, resolve_source
 
 logger = logging.getLogger("pixelrag")
 
@@ -103,7 +103,7 @@ def load_student(
         ModelError: the model is not there, lacks weights, or does not fit what is asked of it.
     """
     source = student_source(config)
-    base, adapter = _base_of(source)
+    base, adapter = base_of(source)
     if adapter and config.random_init:
         raise ModelError("student.random_init with an adapter's folder: choose one")
     with torch.random.fork_rng(devices=[]):
@@ -165,7 +165,7 @@ def outline(
     student = config if isinstance(config, StudentConfig) else None
     setting = "teacher" if student is None else "student"
     source = student_source(config) if isinstance(config, StudentConfig) else teacher_source(config)
-    base, _ = _base_of(source)
+    base, _ = base_of(source)
     # What runs on other hardware need not run here.
     plain = config.model_copy(update={"attention": attention, "liger": "off"})
     with torch.device("meta"):
@@ -176,15 +176,6 @@ def outline(
         with quiet():
             return CausalLM(_with_adapters(model, adapter_config, None, base), setting)
     return CausalLM(model, setting)
-
-
-def _base_of(source: ModelSource) -> tuple[ModelSource, ModelSource | None]:
-    """The model itself, and the folder of the adapter on it if `source` is one."""
-    adapter = source.json(ADAPTER_FILE) if source.gguf_file is None else None
-    if not adapter:
-        return source, None
-    name = adapter.get("base_model_name_or_path") or ""
-    return resolve_source(name, setting=f"{source.name}'s base model"), source
 
 
 def _load(

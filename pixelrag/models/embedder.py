@@ -5,9 +5,8 @@ Models trained with raw inner products, as DPR is, keep the length of their vect
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -21,7 +20,7 @@ from pixelrag.models.blocks import checkpoint_blocks, transformer_blocks
 from pixelrag.models.pooling import PoolingMode, embeddings
 from pixelrag.models.precision import keep_float64
 from pixelrag.models.unpadded import Layout, first_position, prepare, try_out
-from pixelrag.models.vision_touch import VisionTouch
+from pixelrag.models.vision_touch import VisionTouch, armed
 
 
 class Embedder(nn.Module):
@@ -120,7 +119,7 @@ class Embedder(nn.Module):
         with keep_float64(self._dtype()):
             if self.unpadded is None:
                 self.unpadded = try_out(self._text_model(), self._states, required=self._required)
-            with self._armed(touch):
+            with armed(self._touch, touch):
                 hidden_BTD = self._states(input_ids, attention_mask, self.unpadded, images)
             return embeddings(hidden_BTD, attention_mask, self.pooling, normalize=self.normalize)
 
@@ -184,17 +183,6 @@ class Embedder(nn.Module):
 
     def _dtype(self) -> torch.dtype:
         return next(self.backbone.parameters()).dtype
-
-    @contextlib.contextmanager
-    def _armed(self, touch: bool) -> Iterator[None]:
-        if self._touch is None:
-            yield
-            return
-        self._touch.armed = touch
-        try:
-            yield
-        finally:
-            self._touch.armed = False
 
     def _rope_positions(
         self, input_ids: torch.Tensor, mask_BT: torch.Tensor, grid: torch.Tensor | None

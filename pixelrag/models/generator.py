@@ -8,8 +8,6 @@ columns.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -24,7 +22,7 @@ from pixelrag.models.blocks import checkpoint_blocks, transformer_blocks
 from pixelrag.models.passage_attention import PassageAttention, observed
 from pixelrag.models.precision import keep_float64
 from pixelrag.models.token_scores import token_scores
-from pixelrag.models.vision_touch import VisionTouch
+from pixelrag.models.vision_touch import VisionTouch, armed
 
 
 class Generator(nn.Module):
@@ -169,7 +167,7 @@ class Generator(nn.Module):
                 states, mask = self.encode(input_ids, attention_mask)
                 with observed(self.base_model, observer):
                     return self._decode(states, mask, target_ids, target_mask)
-            with self._armed(touch and images is None), observed(self.base_model, observer):
+            with armed(self._touch, touch and images is None), observed(self.base_model, observer):
                 return self._continue(input_ids, attention_mask, target_ids, target_mask, images)
 
     def _decode(self, states, attention_mask, target_ids, target_mask) -> torch.Tensor:
@@ -291,17 +289,6 @@ class Generator(nn.Module):
         model: Any = self.base_model
         tokens = model.generate(**fed, generation_config=config, synced_gpus=several)
         return tokens[:, prompt:]
-
-    @contextlib.contextmanager
-    def _armed(self, touch: bool) -> Iterator[None]:
-        if self._touch is None:
-            yield
-            return
-        self._touch.armed = touch
-        try:
-            yield
-        finally:
-            self._touch.armed = False
 
     def blocks(self) -> list[nn.Module]:
         """The units to shard or checkpoint, in the order of the forward pass."""

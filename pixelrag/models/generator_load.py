@@ -30,7 +30,7 @@ from pixelrag.models.lora import with_adapters
 from pixelrag.models.passage_attention import require_observable
 from pixelrag.models.prompt_text import PromptText
 from pixelrag.models.settings import load_image_processor
-from pixelrag.models.source import ADAPTER_FILE, ModelSource, as_model_error, resolve_source
+from pixelrag.models.source import ModelSource, as_model_error, base_of, resolve_source
 
 logger = logging.getLogger("pixelrag")
 
@@ -61,7 +61,7 @@ def load_generator(
     """
     lora = lora or LoraConfig()
     source = resolve_source(config.name_or_path, setting=_SETTING, gguf_file=config.gguf_file)
-    base, adapter = _base_of(source)
+    base, adapter = base_of(source)
     if config.random_init and (adapter or lora.enabled):
         raise ModelError(
             "generator.random_init with an adapter: it is of no use without the weights it was "
@@ -106,7 +106,7 @@ def outline_generator(
         ModelError: its configuration is not there or not one of a generator.
     """
     source = resolve_source(config.name_or_path, setting=_SETTING, gguf_file=config.gguf_file)
-    base, _ = _base_of(source)
+    base, _ = base_of(source)
     # What runs on other hardware need not run here.
     attention = "eager" if config.attention == "eager" else "sdpa"
     plain = config.model_copy(update={"attention": attention, "random_init": True})
@@ -137,20 +137,11 @@ def read_prompts(config: GeneratorConfig, *, observed: bool = False) -> Generato
         ModelError: they are not there, or do not fit what is asked of them.
     """
     source = resolve_source(config.name_or_path, setting=_SETTING, gguf_file=config.gguf_file)
-    base, _ = _base_of(source)
+    base, _ = base_of(source)
     with quiet():
         model_config = _read_config(config, base)
         _classes(model_config, base, config.trust_remote_code, observed)
         return _preprocessor(config, base, SimpleNamespace(config=model_config))
-
-
-def _base_of(source: ModelSource) -> tuple[ModelSource, ModelSource | None]:
-    """The model itself, and the folder of the adapter on it if `source` is one."""
-    adapter = source.json(ADAPTER_FILE) if source.gguf_file is None else None
-    if not adapter:
-        return source, None
-    name = adapter.get("base_model_name_or_path") or ""
-    return resolve_source(name, setting=f"{source.name}'s base model"), source
 
 
 def _read_config(config: GeneratorConfig, source: ModelSource) -> Any:

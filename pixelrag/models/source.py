@@ -217,3 +217,12 @@ def declared_prompts(source: ModelSource) -> dict[str, str]:
     if "document" not in prompts and "passage" in prompts:
         prompts = prompts | {"document": prompts["passage"]}
     return {name: text for name, text in prompts.items() if isinstance(text, str)}
+
+
+def base_of(source: ModelSource) -> tuple[ModelSource, ModelSource | None]:
+    """The model itself, and the folder of the adapter on it if `source` is one."""
+    adapter = source.json(ADAPTER_FILE) if source.gguf_file is None else None
+    if not adapter:
+        return source, None
+    name = adapter.get("base_model_name_or_path") or ""
+    return resolve_source(name, setting=f"{source.name}'s base model"), source

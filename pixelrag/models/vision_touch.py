@@ -9,6 +9,8 @@ front of the first decoder layer. Gradients of the tower are then exactly zero, 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -70,3 +72,16 @@ class VisionTouch:
         with torch.random.fork_rng(devices=cuda):
             out = self.visual(patches.type(self.visual.dtype), grid_thw=grid, return_dict=True)
         return [out.pooler_output, *out.deepstack_features]
+
+
+@contextlib.contextmanager
+def armed(touch: VisionTouch | None, on: bool) -> Iterator[None]:
+    """The hook acts in the body, if it is there and ``on``."""
+    if touch is None:
+        yield
+        return
+    touch.armed = on
+    try:
+        yield
+    finally:
+        touch.armed = False

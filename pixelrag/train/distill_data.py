@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pixelrag.config.distill import DistillConfig
 from pixelrag.data.pack_plan import PackPlan, RowSettings
@@ -220,8 +219,3 @@ def reading_options(config: DistillConfig, *, draw: bool) -> dict[str, Any]:
         "shuffle_seed": data.stream_shuffle_seed,
         "shuffle_buffer": data.stream_shuffle_buffer,
     }
-
-
-def eval_rows(plan: PackPlan) -> NDArray[np.int64]:
-    """All rows of a held-out plan, in order."""
-    return np.arange(plan.num_rows, dtype=np.int64)

@@ -111,13 +111,15 @@ def measure_in_turns(
 
 def _tried(made: Ready | Skipped, device: torch.device) -> Ready | Skipped:
     """The case after its first step, or why it cannot take one: not all that is asked for fits."""
-    if isinstance(made, Ready):
-        try:
-            made.step()
-        except torch.OutOfMemoryError as error:
-            torch.cuda.empty_cache()
-            return Skipped(f"out of memory on {device_name(device)}: {str(error).split('. ')[0]}")
-    return made
+    if isinstance(made, Skipped):
+        return made
+    try:
+        made.step()
+        return made
+    except torch.OutOfMemoryError as error:
+        why = f"out of memory on {device_name(device)}: {str(error).split('. ')[0]}"
+    torch.cuda.empty_cache()  # now that no traceback holds what the step had made
+    return Skipped(why)
 
 
 def row_of(suite: str, case: Case, made: Ready, taken: Taken, device: torch.device) -> Row:

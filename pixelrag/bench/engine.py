@@ -56,10 +56,11 @@ def measure(config: EngineConfig, cases: Sequence[Case]) -> Iterator[Row]:
             yield Row(SUITE, case, skipped=f"{world} devices are needed, {there} are here")
             continue
         payload = {"config": config.model_dump(mode="json"), "case": dict(case)}
-        found = run_workers(
+        ranks = run_workers(
             "pixelrag.bench.engine:worker", payload, nproc=world, device=config.run.device,
             timeout_seconds=_TIMEOUT_SECONDS, env={"OMP_NUM_THREADS": str(config.run.threads)},
-        )[0]  # fmt: skip
+        )  # fmt: skip
+        found = ranks[0]
         work = config.work
         tokens = work.chunks * work.rows * work.tokens * world
         made = Ready(
@@ -70,8 +71,9 @@ def measure(config: EngineConfig, cases: Sequence[Case]) -> Iterator[Row]:
         # All devices together are as fast as their number says.
         mfu = None if row.mfu is None else round(row.mfu / world, 4)
         bound = None if row.bound_seconds is None else row.bound_seconds / world
-        memory_of = found["memory"] if config.run.memory else {}
-        yield replace(row, mfu=mfu, bound_seconds=bound, **memory_of)
+        most = max((rank["memory"] for rank in ranks), key=lambda held: held["peak_mib"])
+        held = most if config.run.memory else {}
+        yield replace(row, mfu=mfu, bound_seconds=bound, **held)
 
 
 def worker(world: World, payload: dict[str, Any]) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class Row:
         mfu: flops a second over the device's peak in the precision of the case.
         bound_seconds: the least that a step can take on the device (roofline).
         bound_by: "compute" or "memory"; "" where the device or the work is unknown.
-        peak_mib: the most that a fresh process (its first rank) held during a step.
+        peak_mib: the most that a fresh process (of several ranks the fullest) held during a step.
         added_mib: that, less what it held before the step.
         figures: further ones of the suite, by name with the unit in it.
         skipped: why the case did not run, or "".

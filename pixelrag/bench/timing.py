@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +28,8 @@ class Spread:
         """
         if not values:
             raise ValueError("there is nothing to take percentiles of")
-        points = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
-        found = torch.quantile(torch.tensor(list(values), dtype=torch.float64), points)
-        return cls(*(float(f"{value:.4g}") for value in found.tolist()))
+        ordered = sorted(values)
+        return cls(*(float(f"{_at(ordered, share):.4g}") for share in (0.2, 0.5, 0.8)))
 
     def __str__(self) -> str:
         return f"{self.p50:.3g} ({self.p20:.3g} to {self.p80:.3g})"
@@ -83,6 +83,16 @@ def ratios(numerator: Sequence[float], denominator: Sequence[float]) -> Spread:
     return Spread.of([a / b for a, b in zip(numerator, denominator, strict=True)])
 
 
+def _at(ordered: Sequence[float], share: float) -> float:
+    """The value below which a share of the others lies, interpolated."""
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
 def _wait_for(device: torch.device | None) -> None:
     if device is not None and device.type == "cuda":
+        import torch
+
         torch.cuda.synchronize(device)

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -42,6 +43,9 @@ def test_candidates_take_turns_and_the_warm_up_is_left_out():
 
 def test_percentiles_and_ratios():
     assert Spread.of([5.0, 1.0, 2.0, 4.0, 3.0, 6.0]) == Spread(2.0, 3.5, 5.0)
+    values = [0.3, 7.0, 2.5, 1.25, 0.01, 3.0, 4.0]
+    assert Spread.of(values) == Spread(*np.quantile(values, [0.2, 0.5, 0.8]).round(4).tolist())
+    assert Spread.of([2.0]) == Spread(2.0, 2.0, 2.0)
     # Of the ratios within a round, not the ratio of the medians.
     assert ratios([1.0, 4.0], [2.0, 2.0]).p50 == 1.25
 

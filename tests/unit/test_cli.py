@@ -34,8 +34,9 @@ def test_help_imports_neither_torch_nor_pydantic():
     assert loaded_by(["--help"], HEAVY + " | {'pydantic', 'pydantic_settings', 'yaml'}") == "[]"
 
 
-def test_help_of_a_command_imports_no_torch():
-    assert loaded_by(["contrastive", "--help"], HEAVY) == "[]"
+@pytest.mark.parametrize("words", [["contrastive"], ["bench", "kd-chunk"]])
+def test_help_of_a_command_imports_no_torch(words: list[str]):
+    assert loaded_by([*words, "--help"], HEAVY) == "[]"
 
 
 @pytest.mark.parametrize(("words", "bound"), [(["--help"], 0.5), (["contrastive", "--help"], 1.0)])

@@ -58,14 +58,16 @@ def choices(paths: list[str], given: dict[str, Any]) -> Iterator[Choice]:
     """
     train, held_out, corpus = _sorted(paths)
     pairs = Pairs()
-    for path in train:
-        for file in data_files(path, "train"):
-            for row in rows_of(str(file), "pair", parse_row):
+    files = [str(file) for path in train for file in data_files(path, "train")]
+    others = [str(file) for path in held_out for file in data_files(path, "eval")]
+    outside = shared.Outside([*files, *others])
+    for file in [*files, *others]:
+        for row in rows_of(file, "pair", parse_row):
+            if file in files:
                 pairs.add(row)
-    for path in held_out:
-        for file in data_files(path, "eval"):
-            for _ in rows_of(str(file), "pair", parse_row):
-                pass
+            for document in row.documents:
+                if document.image is not None:
+                    outside.add(document.image)
     model = given.get("model", {}).get("name_or_path") or _default_model(pairs)
     vision, tokenizer, factor = _read_model(model, given)
     if vision is False and pairs.images.seen:
@@ -79,6 +81,7 @@ def choices(paths: list[str], given: dict[str, Any]) -> Iterator[Choice]:
     yield shared.output_dir("contrastive", train[0])
     yield from _model(model, vision, gpu, pairs, tokenizer, factor)
     yield from _data(train, held_out, pairs)
+    yield from outside.choice("data.image_roots")
     batch = min(64 if vision else 128, max(2, power_of_two(pairs.num_rows / 4)))
     yield from _batch(batch, vision)
     steps, length = shared.length_of_run(pairs.num_rows, batch, "rows")

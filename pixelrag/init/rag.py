@@ -40,6 +40,12 @@ def choices(paths: list[str], given: dict[str, Any]) -> Iterator[Choice]:
     yield shared.output_dir("rag", train[0])
     yield from _knowledge(source, passages)
     read = _read(passages)
+    if Path(source).is_file():
+        outside = shared.Outside([source])
+        for passage in read:
+            if passage.image is not None:
+                outside.add(passage.image)
+        yield from outside.choice("knowledge_base.image_roots")
     yield from _encoder(read, len(passages), sample, given)
     yield from generator.choices(questions, sample.items, read, given, gpu)
     yield from _questions(train, held_out, questions)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from pixelrag.data.archives import SEPARATOR
+from pixelrag.data.roots import Roots
 from pixelrag.init.look import count, is_held_out
 from pixelrag.init.starter import Choice
 
@@ -38,6 +41,40 @@ def by_use(paths: list[str]) -> tuple[list[str], list[str]]:
 def one_or_list(paths: list[str]) -> str | list[str]:
     """A list of one is written as the one."""
     return paths[0] if len(paths) == 1 else paths
+
+
+class Outside:
+    """Folders of images that lie neither beside nor below the files that name them.
+
+    Args:
+        files: the data files.
+    """
+
+    def __init__(self, files: Iterable[str]) -> None:
+        self._roots = Roots(files)
+        self._seen: set[str] = set()
+        self._found: set[str] = set()
+
+    def add(self, image: Path) -> None:
+        """Look at an image's folder, once."""
+        archive, separator, member = str(image).rpartition(SEPARATOR)
+        folder = os.path.dirname(archive if separator else member)
+        if folder not in self._seen:
+            self._seen.add(folder)
+            if self._roots.fault(image) is not None:
+                self._found.add(os.path.realpath(folder))
+
+    def choice(self, option: str) -> Iterator[Choice]:
+        """Allow them, if there are any: whoever runs this command has named the files."""
+        if self._found:
+            common = os.path.commonpath(self._found)
+            folders = [common] if common != os.sep else sorted(self._found)
+            yield Choice(
+                option,
+                folders,
+                "Images lie outside the folder of the file that names them; allowed, if it is "
+                "meant.",
+            )
 
 
 def output_dir(job: str, first: str) -> Choice:

@@ -87,6 +87,10 @@ def test_what_is_written_is_valid_and_says_what_was_seen(about, jobs, here, caps
         Path("on.yaml").write_text("\n".join(on))
         load(config_class(job), ["--config", "on.yaml"])
     assert main(["validate", "--config", "config.yaml"]) == 0, capsys.readouterr().out
+    if about in ("texts", "chats"):
+        assert main([job, "--config", "config.yaml"]) == 0
+        (folder,) = Path("runs").iterdir()
+        assert (folder / "best" / "config.json").is_file()
 
 
 def test_nothing_is_overwritten(jobs, here, capsys):
@@ -161,6 +165,17 @@ def test_images_are_nothing_for_a_text_model(shelf, here, capsys):
     told = capsys.readouterr().err
     assert "tiles/0.png" in told
     assert "reads text only" in told
+
+
+def test_images_that_lie_elsewhere_are_allowed_by_name(shelf, here, capsys):
+    (here / "rows").mkdir()
+    rows = image_rows(here / "tiles", 4)
+    rows = [row | {"chunk_path": f"../{row['chunk_path']}", "neg_chunk_paths": []} for row in rows]
+    write_jsonl(here / "rows" / "data.jsonl", rows)
+    model = f"--model.name_or_path={shelf / 'qwen3_vl'}"
+    assert main(["init", "contrastive", "--data", "rows/data.jsonl", model]) == 0
+    assert f'image_roots: ["{here / "tiles"}"]' in Path("config.yaml").read_text()
+    assert main(["validate", "--config", "config.yaml"]) == 0, capsys.readouterr().out
 
 
 def test_the_sample_is_drawn_evenly():

@@ -14,10 +14,10 @@ from tests.train.material import command, merged, write_jsonl
 
 CHATS = [
     {"messages": [
-        {"role": "user", "content": f"the quick {word}"},
+        {"role": "user", "content": f"{'over the lazy dog ' * times}the quick {word}"},
         {"role": "assistant", "content": f"jumps over the lazy {word}"},
     ]}
-    for word in ("fox", "dog", "engine")
+    for times, word in enumerate(("fox", "dog", "engine"))
 ] + [{"text": "the brown fox jumps over the lazy dog and the quick documents"}]  # fmt: skip
 
 

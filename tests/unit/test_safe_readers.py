@@ -1,6 +1,7 @@
 """No reader runs what it reads: code that could is found in the source, whoever writes it."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,6 +41,13 @@ def test_the_package_runs_no_code_from_files():
     assert len(files) > 100
     found = {file.name: list(offences(file.read_text(encoding="utf-8"))) for file in files}
     assert {name: what for name, what in found.items() if what} == {}
+
+
+def test_one_file_alone_listens_for_others():
+    """Whoever adds another place must say who may talk to it; see docs/security.md."""
+    listens = re.compile(r"\.bind\(|\.listen\(|create_server\(|serve_forever|HTTPServer|Listener\(")
+    found = {path.name for path in PACKAGE.rglob("*.py") if listens.search(path.read_text("utf-8"))}
+    assert found == {"wire.py"}
 
 
 @pytest.mark.parametrize(

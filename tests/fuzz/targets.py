@@ -238,7 +238,7 @@ def deepspeed(raw: bytes) -> None:
         with contextlib.suppress(ConfigError):
             found = resolve(
                 user, stage=stage, world_size=2, bf16=False, per_chunk=False, resident=True,
-                offload_optimizer=False,
+                offload_optimizer=False, num_trained=1000,
             )  # fmt: skip
             assert "auto" not in set(_values(found))
 

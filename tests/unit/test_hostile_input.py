@@ -294,7 +294,7 @@ def test_a_deepspeed_file_of_other_types_contradicts_the_job(content):
     with pytest.raises(ConfigError, match="contradicts"):
         resolve(
             content, stage=2, world_size=1, bf16=False, per_chunk=False, resident=True,
-            offload_optimizer=False,
+            offload_optimizer=False, num_trained=1000,
         )  # fmt: skip
 
 

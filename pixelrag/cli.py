@@ -284,7 +284,7 @@ def _run_demo(arguments: list[str]) -> int:
 def _run_configured(name: str, command: Command, arguments: list[str]) -> int:
     from pixelrag.config import jobs
 
-    job = command.job
+    job = command.job or "any"
     if job == "any" and arguments and arguments[0] in jobs.JOBS:
         job, *arguments = arguments
         name = f"{name} {job}"

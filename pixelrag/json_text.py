@@ -48,8 +48,8 @@ def parse_json(raw: bytes, *, finite: bool = True, one_line: bool = False) -> An
         return found
 
     try:
-        options = {"parse_constant": _no_number} if finite else {}
-        value = json.loads(text, object_pairs_hook=keep_once, **options)
+        constant = _no_number if finite else None
+        value = json.loads(text, object_pairs_hook=keep_once, parse_constant=constant)
     except json.JSONDecodeError as error:
         line = "" if one_line else f"line {error.lineno} "
         raise ValueError(f"not valid JSON: {error.msg} at {line}column {error.colno}") from error

@@ -77,12 +77,12 @@ class RetrieverEvaluator:
             found.documents.update(pairs.documents)
             found.texts.update(pairs.texts)
         if self._tiles is not None:
-            self._ask(engine, found)
+            self._ask(self._tiles, engine, found)
         return found
 
-    def _ask(self, engine: Encoder, found: RetrieverEvaluation) -> None:
-        tile_set = self._tiles.tile_set
-        tiles = self._tiles(engine, depth=self._depth)
+    def _ask(self, ask: TileEvaluator, engine: Encoder, found: RetrieverEvaluation) -> None:
+        tile_set = ask.tile_set
+        tiles = ask(engine, depth=self._depth)
         found.figures.update(tiles.figures)
         names = [question.id for question in tile_set.questions]
         found.measured["miniv8"] = Measured(names, tiles.per_query)

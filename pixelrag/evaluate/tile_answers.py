@@ -65,12 +65,10 @@ class TileAnswerer:
 
     def __init__(self, options: TileQuestionOptions, **kwargs: Any) -> None:
         kwargs["timeout"] = options.answer_timeout_seconds
-        self._reader = ChatApi(
-            options.reader_url, options.reader_model, key_variable=READER_KEY, **kwargs
-        )
-        self._grader = ChatApi(
-            options.grader_url, options.grader_model, key_variable=GRADER_KEY, **kwargs
-        )
+        named = (options.reader_url, options.reader_model, options.grader_url, options.grader_model)
+        reader_url, reader_model, grader_url, grader_model = (name or "" for name in named)
+        self._reader = ChatApi(reader_url, reader_model, key_variable=READER_KEY, **kwargs)
+        self._grader = ChatApi(grader_url, grader_model, key_variable=GRADER_KEY, **kwargs)
 
     def __call__(self, question: TileQuestion, tiles: Sequence[Path]) -> GradedAnswer:
         """Have one question answered and the answer judged; never raises for what the APIs do."""

@@ -127,5 +127,6 @@ def _checked(
         if key not in tied:
             tensor = tensor.detach().cpu()
             weights[key] = (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous()
-    twin.to(dtype)  # the saved configuration names it
+    # The saved configuration names it.
+    twin.to(dtype)  # type: ignore[arg-type]  # transformers' wrapper hides what `to` takes
     return weights

@@ -80,15 +80,16 @@ def export_embedder(
     """
     folder = Path(folder)
     model = embedder.backbone
-    is_adapter = isinstance(model, PeftModel) and not trains_beside_adapters(model)
+    adapted = model if isinstance(model, PeftModel) else None
+    is_adapter = adapted is not None and not trains_beside_adapters(adapted)
     weights = _checked(state_dict, embedder, adapters_alone=is_adapter)
-    if isinstance(model, PeftModel) and not is_adapter:
-        weights = merged(weights, model)
+    if adapted is not None and not is_adapter:
+        weights = merged(weights, adapted)
     weights = {key: _portable(tensor, dtype) for key, tensor in weights.items()}
     with replacing(folder) as part:
         with quiet():
-            if is_adapter:
-                _write_adapter(embedder.backbone, weights, part)
+            if adapted is not None and is_adapter:
+                _write_adapter(adapted, weights, part)
             else:
                 _write_model(embedder.base_model, weights, part, dtype, max_shard_size)
         preprocessor.save(part)
@@ -167,7 +168,7 @@ def _write_adapter(model: PeftModel, weights: dict[str, torch.Tensor], folder: P
     save_file(adapter, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     config = copy.deepcopy(model.peft_config["default"])
     config.inference_mode = True
-    config.save_pretrained(folder)
+    config.save_pretrained(str(folder))
 
 
 def _settings(embedder: Embedder, preprocessor: Preprocessor, temperature: float) -> dict[str, Any]:

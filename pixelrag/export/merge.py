@@ -38,12 +38,13 @@ def _with_adapter(
     weight: torch.Tensor, named: Mapping[str, torch.Tensor], path: str, layer: LoraLayer
 ) -> torch.Tensor:
     name = layer.active_adapters[0]
+    turned = bool(getattr(layer, "fan_in_fan_out", False))  # of layers that store W transposed
     down, up = (named[f"{path}.lora_{part}.{name}.weight"].float() for part in "AB")
     change = up @ down * layer.scaling[name]
-    weight = weight + (change.t() if layer.fan_in_fan_out else change)
+    weight = weight + (change.t() if turned else change)
     if not layer.use_dora[name]:
         return weight
-    rows = 1 if layer.fan_in_fan_out else 0  # the dimension of the outputs
+    rows = 1 if turned else 0  # the dimension of the outputs
     length = weight.norm(dim=1 - rows, keepdim=True)
     magnitude = named[f"{path}.lora_magnitude_vector.{name}.weight"].float()
     return magnitude.view_as(length) / length * weight

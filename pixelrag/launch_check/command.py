@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -75,20 +76,29 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _package(report: Report, name: str) -> str:
+    return report.packages[name]
+
+
+def _seen(report: Report, path: str) -> str:
+    return report.paths[path] or "not there"
+
+
 def differences(reports: Sequence[Report]) -> list[str]:
     """What must be equal on all ranks and is not, or is missing; empty when a run can start."""
     compared: dict[str, Callable[[Report], str]] = {
         "python": lambda r: r.python,
         "driver": lambda r: r.driver,
-        **{f"package {name}": lambda r, n=name: r.packages[n] for name in reports[0].packages},
     }
+    for name in reports[0].packages:
+        compared[f"package {name}"] = partial(_package, name=name)
     problems = []
     for what, value_of in compared.items():
         groups = _grouped(reports, value_of)
         if len(groups) > 1:
             problems.append(f"{what}: {_told(groups)}; install the same everywhere")
     for path in reports[0].paths:
-        groups = _grouped(reports, lambda r, p=path: r.paths[p] or "not there")
+        groups = _grouped(reports, partial(_seen, path=path))
         if list(groups) == ["not there"]:
             problems.append(f"{path}: no rank sees it; is the path right, the disk mounted?")
         elif len(groups) > 1:

@@ -353,13 +353,13 @@ def write_tables(
     encoded = [name.encode("utf-8") for name in ids]
     ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)
     utf8 = np.frombuffer(b"".join(encoded), dtype=np.uint8)
-    put(folder / IDS, lambda path: _savez(path, utf8=utf8, ends=ends))
+    put(folder / IDS, lambda path: _savez(path, {"utf8": utf8, "ends": ends}))
     if num_shards > 1:
         return
     zeros = np.zeros(len(ids), np.int32)
     names = ("tile_indices", "chunk_indices", "y_offsets", "tile_heights")
     arrays = {"article_ids": np.arange(len(ids), dtype=np.int64), **dict.fromkeys(names, zeros)}
-    put(folder / METADATA, lambda path: _savez(path, **arrays))
+    put(folder / METADATA, lambda path: _savez(path, arrays))
     summary = {
         "backend": "faiss",
         "total_vectors": len(ids),
@@ -374,6 +374,6 @@ def write_tables(
     put_text(folder / SUMMARY, json.dumps(summary, indent=2) + "\n")
 
 
-def _savez(path: Path, **arrays: np.ndarray) -> None:
+def _savez(path: Path, arrays: Mapping[str, Any]) -> None:
     with open(path, "wb") as stream:  # numpy would add .npz to a name
         np.savez(stream, **arrays)

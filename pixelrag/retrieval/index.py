@@ -211,8 +211,8 @@ def _bytes_of_row(index: Any) -> float:
         return _bytes_of_row(index.base_index) + _bytes_of_row(index.refine_index)
     if isinstance(index, faiss.IndexHNSW):
         # Links of level 0; a row in M has M more of them a level up, and so on. Level and offset.
-        links = index.hnsw.nb_neighbors(0)
-        above = index.hnsw.nb_neighbors(1)
+        hnsw: Any = index.hnsw  # faiss' stubs leave methods out
+        links, above = hnsw.nb_neighbors(0), hnsw.nb_neighbors(1)
         return _bytes_of_row(index.storage) + 4 * (links + above / (above - 1)) + 12
     if isinstance(index, faiss.IndexIVF):
         return index.code_size + 8

@@ -123,7 +123,7 @@ class Miner:
             candidates = [c for c in candidates if c[1] < bound]
         elif settings.filter == "article" and positive.image is not None:
             article = article_of(positive.image)
-            candidates = [c for c in candidates if article_of(c[0].image) != article]
+            candidates = [c for c in candidates if c[0].image and article_of(c[0].image) != article]
         documents, scores, ranks = (
             (list(column) for column in zip(*candidates[: settings.num_negatives], strict=True))
             if candidates

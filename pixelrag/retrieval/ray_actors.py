@@ -56,6 +56,7 @@ class EncoderActor:
         Raises:
             PixelragError: a passage cannot be encoded.
         """
+        assert self._encoder is not None  # it was told of the work first
         with _may_pass():
             return self._encoder(shard)
 

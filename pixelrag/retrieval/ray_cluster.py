@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import socket
 import sys
 import time
@@ -36,6 +37,8 @@ _TICK_SECONDS = 0.2
 _PULSE_SECONDS = 1.0
 _KNOCK_SECONDS = 20.0
 _CHUNK_BYTES = 64 << 20
+# Its stubs know no groups.
+_remote: Any = ray.remote
 
 
 @contextlib.contextmanager
@@ -52,7 +55,7 @@ def joined(address: str) -> Iterator[None]:
     try:
         if colon:  # where nothing listens, Ray itself would knock for a minute
             socket.create_connection((host, int(port)), timeout=_KNOCK_SECONDS).close()
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, RuntimeError, ValueError) as error:
         message = f"no Ray cluster can be joined at {address} ({_brief(error)})"
         raise ConnectionError(message) from error
@@ -80,6 +83,7 @@ def encode_shards(
         OSError: an actor died or hung, or the cluster was lost.
         PixelragError: what an actor raised.
     """
+    assert spec.ray is not None  # its workers are Ray's
     with joined(spec.ray.address):
         weights = ray.put(np.fromfile(work / WEIGHTS, np.uint8))
         encoders = [_Encoder(spec, device, weights) for device in spec.ray.devices]
@@ -105,7 +109,7 @@ class _Encoder:
     """An actor that encodes, and whether it gets on."""
 
     def __init__(self, spec: RefreshSpec, device: str, weights: Any) -> None:
-        actor = ray.remote(concurrency_groups={"pulse": 1})(EncoderActor)
+        actor = _remote(concurrency_groups={"pulse": 1})(EncoderActor)
         self._actor = actor.options(**_place(spec.threads, gpu=device == "cuda")).remote()
         self.prepared = self._actor.prepare.remote(
             spec.to_json(), device, weights, pixelrag.__version__
@@ -162,7 +166,7 @@ class Holders:
     """
 
     def __init__(self, count: int, threads: int) -> None:
-        actor = ray.remote(concurrency_groups={"files": 1})(HolderActor)
+        actor = _remote(concurrency_groups={"files": 1})(HolderActor)
         self._actors = [actor.options(**_place(threads)).remote() for _ in range(count)]
         self._threads = threads
         self._num_files: dict[int, int] = {}

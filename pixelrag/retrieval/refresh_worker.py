@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -53,7 +54,7 @@ def encode(
         encoder = ShardEncoder(work, spec, device, beat)
         encoded = ((shard, encoder(shard)) for shard in shards)
     for shard, vectors_MD in encoded:
-        put(work / shard_name(shard), lambda path, v=vectors_MD: save_vectors(path, v))
+        put(work / shard_name(shard), partial(save_vectors, vectors_MD=vectors_MD))
         beat()
 
 

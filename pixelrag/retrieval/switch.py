@@ -261,8 +261,9 @@ class Switch:
         """Whether the generation in flight must be in use from this step on."""
         if self._replay is not None:
             return step in self._replay.switches
-        due = self._lag is not None and self._in_flight is not None
-        return due and step >= self._in_flight + self._lag
+        if self._lag is None or self._in_flight is None:
+            return False
+        return step >= self._in_flight + self._lag
 
     def _open(self, number: int) -> Generation:
         # Of a disk that hosts share, another host may see a new name a little later.

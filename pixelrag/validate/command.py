@@ -30,13 +30,19 @@ def main(
     Raises:
         ConfigError: `world_size` is no number of processes, or no device is called `device`.
     """
+    hardware = _hardware(own or {})
     if isinstance(config, DistillConfig):
-        from pixelrag.validate.texts import check
+        from pixelrag.validate import texts
+
+        code = texts.check(config, hardware)
     elif isinstance(config, RagConfig):
-        from pixelrag.validate.rag import check
+        from pixelrag.validate import rag
+
+        code = rag.check(config, hardware)
     else:
-        from pixelrag.validate.pairs import check
-    code = check(config, _hardware(own or {}))
+        from pixelrag.validate import pairs
+
+        code = pairs.check(config, hardware)
     say("not valid" if code else "valid")
     return code
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pixelrag.config.contrastive import ContrastiveConfig
 from pixelrag.console import say
@@ -84,7 +85,7 @@ def _check_rows(config: ContrastiveConfig, part: Part, path: str, found: _Found)
     if (of_text, files) in found.seen:
         return
     found.seen.append((of_text, files))
-    options = {
+    options: dict[str, Any] = {
         "num_hard_negatives": config.data.num_hard_negatives,
         "retrieved_negatives": config.data.retrieved_negatives,
         "image_roots": config.data.image_roots,

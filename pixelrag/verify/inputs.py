@@ -109,7 +109,8 @@ def batch_of_rank(
 ) -> tuple[dict, dict, Pairs]:
     """Return queries, documents and what is known of them; any process can build any rank's."""
     rng = random.Random(f"{rank}/{case.negatives}/{case.modality}")
-    queries, documents, positives = [], [], []
+    queries, positives = [], []
+    documents: list[Document] = []
     with_images = case.modality == "images" or (case.modality != "text" and rank == 0)
     for _ in range(rows_of_rank(rank)):
         queries.append(_words(rng, 1, 6))

@@ -35,7 +35,7 @@ def naive_loss(
         guide_BN: similarities by a guide.
     """
     content = list(range(len(document_ND))) if content is None else content
-    total, whole = 0.0, query_BD.shape[1]
+    total, whole = query_BD.new_zeros(()), query_BD.shape[1]
     for dim, weight in ({whole: 1.0} | dict(objective.matryoshka)).items():
         query, document = query_BD, document_ND
         if dim < whole:

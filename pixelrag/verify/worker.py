@@ -43,6 +43,7 @@ def run_cases(world: World, payload: dict[str, Any]) -> list[dict]:
         if built != (case.engine, *case.model):
             engine, preprocessor = _build(case, folder, world, payload)
             built = (case.engine, *case.model)
+        assert engine is not None  # built above
         outcomes.append(_run(engine, case, folder, preprocessor, oracle, world))
     return [outcome.to_json() for outcome in outcomes]
 
@@ -80,14 +81,15 @@ def _run(
         backward(loss, last=last)
         num_reductions += counter.gradient_reductions - before
 
-    engine.backward = counted
+    engine.backward = counted  # type: ignore[method-assign]  # for this run alone
     seed_rank(world.rank)
     try:
         with counter:
             options = case.loss == "options"
             result = gradcache_step(
                 engine,
-                *chunks,
+                chunks[0],
+                chunks[1],
                 pairs,
                 objective=Objective(**OPTIONS) if options else None,
                 exchange="ring" if options else "all_gather",

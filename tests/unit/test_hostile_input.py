@@ -150,7 +150,8 @@ def test_a_key_that_stands_twice(reader):
 def test_files_without_rows(reader, content):
     read, row, _ = reader
     if row in (CHAT, {"text": "t"}):
-        pytest.skip("the reader of texts itself says so: test_text_data")
+        assert read(content) == []  # `load_texts` refuses it, for all sources at once
+        return
     with pytest.raises(DataError, match=r"data\.jsonl.* has no (rows|entries|passages)"):
         read(content)
 

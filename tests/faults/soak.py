@@ -159,7 +159,8 @@ class Soak:
         self._watched(job, self.straight, float("inf"))
         job.wait(_GRACE_SECONDS).check()
         self._left_over("undisturbed run")
-        print(f"{self._job}: the undisturbed run of {self._steps} steps is done", flush=True)
+        told = self._growth(self.straight)
+        print(f"{self._job}: {self._steps} steps undisturbed: {json.dumps(told)}", flush=True)
         draw = random.Random(self._options.seed)
         end = time.monotonic() + 60 * self._options.minutes
         while time.monotonic() < end:
@@ -189,7 +190,6 @@ class Soak:
 
     def _figures(self) -> dict[str, Any]:
         run, straight = self._folder / "preempted", self._folder / "straight"
-        kib = 1024
         figures: dict[str, Any] = {
             "job": self._job,
             "engine": ENGINES[self._job],
@@ -202,25 +202,27 @@ class Soak:
             "hidden names left": _hidden(run),
         }
         for name, watch in (("undisturbed", self.straight), ("preempted", self.preempted)):
-
-            def grows(column: int, unit: float = 1.0, *, watch: Watch = watch) -> str:
-                young = watch is self.preempted  # never older than a minute or two
-                found = (
-                    watch.slopes(column, self._options.warm_up) if young else watch.settled(column)
-                )
-                return _mean(found, unit)
-
-            figures[name] = {
-                "processes": len(watch.samples),
-                "minutes of the oldest": round(watch.most(0) / 60, 1),
-                "memory KiB a minute": grows(1, kib),
-                "threads a minute": grows(2),
-                "file descriptors a minute": grows(3),
-                "most memory MiB": round(watch.most(1) / kib**2, 1),
-                "most threads": watch.most(2),
-                "most file descriptors": watch.most(3),
-            }
+            figures[name] = self._growth(watch)
         return figures
+
+    def _growth(self, watch: Watch) -> dict[str, Any]:
+        """Of the preempted run's processes, which are never old, behind their warm-up."""
+
+        def grows(column: int, unit: float = 1.0) -> str:
+            young = watch is self.preempted
+            found = watch.slopes(column, self._options.warm_up) if young else watch.settled(column)
+            return _mean(found, unit)
+
+        return {
+            "processes": len(watch.samples),
+            "minutes of the oldest": round(watch.most(0) / 60, 1),
+            "memory KiB a minute": grows(1, 1024),
+            "threads a minute": grows(2),
+            "file descriptors a minute": grows(3),
+            "most memory MiB": round(watch.most(1) / 2**20, 1),
+            "most threads": watch.most(2),
+            "most file descriptors": watch.most(3),
+        }
 
 
 def _own_memory(pid: int) -> int:

@@ -252,7 +252,8 @@ def _shared_memory() -> Iterator[str]:
             }
         except OSError:
             continue
-    return (str(path) for path in _SHARED.iterdir() if str(path) not in mapped)
+    files = (path for path in _SHARED.iterdir() if path.is_file())
+    return (str(path) for path in files if str(path) not in mapped)
 
 
 def _hidden(run: Path) -> list[str]:

@@ -170,7 +170,8 @@ def _on_an_engine(draw: random.Random) -> dict[str, Any]:
     case = trial_of(draw) | {"engine": draw.choice(["ddp", "zero2", "zero3", "fsdp2"])}
     if case["engine"].startswith("zero"):  # DeepSpeed keeps its masters in fp32
         case["dtype"] = "float32"
-    sizes = [draw.randint(1, 4), draw.randint(1, 4)]
+    case["negatives"] = draw.randint(1, 3)  # without any the loss is 0, and has no relative error
+    sizes = [draw.randint(1, 4), draw.randint(2, 4)]
     return case | {"rows": sizes, "grad_sync": draw.choice(["deferred", "per_chunk"])}
 
 

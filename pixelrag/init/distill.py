@@ -12,7 +12,7 @@ from pixelrag.data.chat import Chat, Completion, TextRow, parse_text_row
 from pixelrag.data.lengths import CHARACTERS_A_TOKEN, Lengths, Sample, quantile
 from pixelrag.data.schema import RowError
 from pixelrag.data.text_sources import parse_source, read_rows
-from pixelrag.errors import DataError, ModelError
+from pixelrag.errors import ConfigError, DataError, ModelError
 from pixelrag.init import shared
 from pixelrag.init.look import count, kind_of_file, power_of_two, rows_of
 from pixelrag.init.starter import Choice
@@ -46,6 +46,7 @@ def choices(paths: list[str], given: dict[str, Any]) -> Iterator[Choice]:
 
     Raises:
         DataError: a file holds something else; names file and line.
+        ConfigError: a student is named and no teacher.
     """
     train, held_out = shared.by_use(paths)
     texts = Texts()
@@ -117,6 +118,11 @@ def _models(student: dict[str, Any], given: dict[str, Any], small: bool) -> Iter
     teacher = given.get("teacher", {})
     if teacher.get("source", "live") != "live" or "name_or_path" in teacher:
         return
+    if named:
+        raise ConfigError(
+            f"--student.name_or_path {student['name_or_path']} without its teacher: name a larger "
+            "model with the same tokenizer in --teacher.name_or_path"
+        )
     yield Choice(
         "teacher.name_or_path",
         f"package:{shared.SMOLLM2}" if small else "Qwen/Qwen3-8B",

@@ -93,6 +93,24 @@ def test_what_is_written_is_valid_and_says_what_was_seen(about, jobs, here, caps
         assert (folder / "best" / "config.json").is_file()
 
 
+@pytest.mark.parametrize("about", list(SEEN))
+def test_a_gpu_changes_what_is_chosen(about, jobs, here, monkeypatch):
+    from pixelrag.init import shared
+
+    monkeypatch.setattr(shared, "has_gpu", lambda: True)
+    assert main(["init", *jobs[about]]) == 0
+    config, _ = load(config_class(jobs[about][0]), ["--config", "config.yaml"])
+    assert config.engine.precision == "bf16"
+    if about == "tiles":
+        assert config.model.gradient_checkpointing
+
+
+def test_a_student_needs_a_teacher(jobs, here, capsys):
+    words = [word for word in jobs["chats"] if not word.startswith("--teacher")]
+    assert main(["init", *words]) == 2
+    assert "name a larger model with the same tokenizer" in capsys.readouterr().err
+
+
 def test_nothing_is_overwritten(jobs, here, capsys):
     Path("mine.yaml").write_text("precious")
     assert main(["init", *jobs["texts"], "--output", "mine.yaml"]) == 2

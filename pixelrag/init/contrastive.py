@@ -62,7 +62,7 @@ def choices(paths: list[str], given: dict[str, Any]) -> Iterator[Choice]:
     others = [str(file) for path in held_out for file in data_files(path, "eval")]
     outside = shared.Outside([*files, *others])
     for file in [*files, *others]:
-        for row in rows_of(file, "pair", parse_row):
+        for row in rows_of(file, "pair", parse_row, skip=shared.skips(given)):
             if file in files:
                 pairs.add(row)
             for document in row.documents:

@@ -11,7 +11,7 @@ from pixelrag.config.distill_parts import StudentConfig
 from pixelrag.data.chat import Chat, Completion, TextRow, parse_text_row
 from pixelrag.data.lengths import CHARACTERS_A_TOKEN, Lengths, Sample, quantile
 from pixelrag.data.schema import RowError
-from pixelrag.data.text_sources import parse_source, read_rows
+from pixelrag.data.text_sources import TextSource, parse_source, read_rows
 from pixelrag.errors import ConfigError, DataError, ModelError
 from pixelrag.init import shared
 from pixelrag.init.look import count, kind_of_file, power_of_two, rows_of
@@ -20,17 +20,21 @@ from pixelrag.init.starter import Choice
 _FORMS = {Chat: "chat", Completion: "prompt with completion", None: "plain text"}
 
 
+_Placed = tuple[TextRow, str]  # a row, and where it stands
+
+
 class Texts:
     """What the rows to train on look like."""
 
     def __init__(self) -> None:
-        self.rows: Sample[TextRow] = Sample()
+        self.rows: Sample[_Placed] = Sample()
         self.forms: Counter[str] = Counter()
         self.most_answers = 0
 
-    def add(self, row: TextRow) -> None:
+    def add(self, placed: _Placed) -> None:
         """Take a row into account."""
-        self.rows.add(row)
+        self.rows.add(placed)
+        row, _ = placed
         self.forms[_FORMS.get(type(row), _FORMS[None])] += 1
         if isinstance(row, Chat):
             self.most_answers = max(self.most_answers, len(row.answers))
@@ -50,11 +54,12 @@ def choices(paths: list[str], given: dict[str, Any]) -> Iterator[Choice]:
     """
     train, held_out = shared.by_use(paths)
     texts = Texts()
+    skip = shared.skips(given)
     for path in train:
-        for row in _rows(path):
+        for row in _rows(path, skip):
             texts.add(row)
     for path in held_out:
-        for _ in _rows(path):
+        for _ in _rows(path, skip):
             pass
     gpu = shared.has_gpu()
     small = not gpu and shared.is_installed(shared.SMOLLM2)
@@ -65,7 +70,7 @@ def choices(paths: list[str], given: dict[str, Any]) -> Iterator[Choice]:
         student = {key: asked[key] for key in ("name_or_path", "gguf_file") if key in asked}
     yield shared.output_dir("distill", train[0])
     yield from _models(student, given, small)
-    lengths, most = _lengths(texts, student, required="student" in given)
+    lengths, most = _lengths(texts, student, required="student" in given, skip=skip)
     length = _row_length(lengths, most)
     yield Choice(
         "packing.length",
@@ -86,23 +91,29 @@ def choices(paths: list[str], given: dict[str, Any]) -> Iterator[Choice]:
     yield from shared.engine(gpu)
 
 
-def _rows(path: str) -> Iterator[TextRow]:
+def _rows(path: str, skip: bool) -> Iterator[_Placed]:
     source = parse_source(path)
     if source.kind == "hub":
         raise DataError(f"{path} does not exist (looked for in {Path.cwd()}); init looks at files")
     if source.kind == "lines":
         kind_of_file(path, ["chat"])
-        return rows_of(path, "chat", lambda row, file, line: parse_text_row(row, f"{file}:{line}"))
-    return _records(path, source)
+        return rows_of(path, "chat", _placed, skip=skip)
+    return _records(path, source, skip)
 
 
-def _records(path: str, source: Any) -> Iterator[TextRow]:
+def _placed(value: object, file: Path, line: int) -> _Placed:
+    where = f"{file}:{line}"
+    return parse_text_row(value, where), where
+
+
+def _records(path: str, source: TextSource, skip: bool) -> Iterator[_Placed]:
     number = -1
     for number, row in read_rows(source):
         try:
-            yield parse_text_row(row, f"{path}:{number}")
-        except RowError as error:
-            raise DataError(f"{error}") from error
+            yield _placed(row, Path(path), number)
+        except RowError:
+            if not skip:
+                raise
     if number < 0:
         raise DataError(f"{path} has no rows")
 
@@ -133,7 +144,7 @@ def _models(student: dict[str, Any], given: dict[str, Any], small: bool) -> Iter
 
 
 def _lengths(
-    texts: Texts, student: dict[str, Any], *, required: bool
+    texts: Texts, student: dict[str, Any], *, required: bool, skip: bool
 ) -> tuple[Lengths, int | None]:
     """Tokens of the sample with the chat template, and the most that the student can read."""
     from pixelrag.data.text_encoder import TextEncoder
@@ -146,12 +157,21 @@ def _lengths(
     except ModelError:
         if required:
             raise
-        guesses = [len(str(row)) // CHARACTERS_A_TOKEN for row in texts.rows.items]
+        guesses = [len(str(row)) // CHARACTERS_A_TOKEN for row, _ in texts.rows.items]
         return Lengths(guesses, guessed=True), None
-    encoded = TextEncoder(tokenizer).encode(texts.rows.items)
-    whole = [len(tokens.ids) for tokens in encoded if not isinstance(tokens, RowError)]
+    whole = []
+    rows, places = zip(*texts.rows.items, strict=True)
+    for tokens, where in zip(TextEncoder(tokenizer).encode(rows), places, strict=True):
+        if isinstance(tokens, RowError):
+            if not skip:
+                raise DataError(
+                    f"{where}: {'; '.join(tokens.reasons)}\n--data.bad_rows skip leaves such rows "
+                    "out"
+                )
+        else:
+            whole.append(len(tokens.ids))
     if not whole:
-        raise next(tokens for tokens in encoded if isinstance(tokens, RowError))
+        raise DataError("no row can be tokenized; `pixelrag distill` says of each why not")
     return Lengths(whole, guessed=False), most
 
 

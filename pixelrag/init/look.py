@@ -59,8 +59,16 @@ def kind_of_file(path: str, wanted: Sequence[str]) -> str:
     raise DataError(f"{path} has no rows; expected one JSON object a line")
 
 
-def rows_of(path: str, kind: str, parse: Callable[[Any, Path, int], _T]) -> Iterator[_T]:
+def rows_of(
+    path: str, kind: str, parse: Callable[[Any, Path, int], _T], *, skip: bool = False
+) -> Iterator[_T]:
     """The parsed rows of a JSONL file that holds rows of one kind.
+
+    Args:
+        path: the file.
+        kind: one of `KINDS`.
+        parse: as for `parsed_lines`.
+        skip: leave broken rows out.
 
     Raises:
         DataError: rows are broken or of another kind; names the file and the lines.
@@ -77,13 +85,15 @@ def rows_of(path: str, kind: str, parse: Callable[[Any, Path, int], _T]) -> Iter
         if not isinstance(row, RowError):
             yield row
             continue
+        if skip:
+            continue
         faults += [BadRow(path, line, reason) for reason in row.reasons]
         if len(faults) >= NUM_LISTED:
             break
     if faults:
         raise DataError(
             f"{path}: rows cannot be used{listing(faults)}\nExpected {KINDS[kind]} on every line; "
-            "`pixelrag validate` lists all that are wrong, data.bad_rows skip leaves them out"
+            "--data.bad_rows skip leaves them out"
         )
 
 

@@ -30,9 +30,10 @@ def choices(paths: list[str], given: dict[str, Any]) -> Iterator[Choice]:
     files, source = _sorted(paths)
     train, held_out = shared.by_use(files)
     passages = load_passages(source, open_images=False)
-    questions = QuestionDataset(train, passages=passages)
+    bad_rows = "skip" if shared.skips(given) else "error"
+    questions = QuestionDataset(train, bad_rows, passages=passages)
     for path in held_out:
-        QuestionDataset(path, passages=passages)
+        QuestionDataset(path, bad_rows, passages=passages)
     sample: Sample[Question] = Sample()
     for question in questions:
         sample.add(question)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from pixelrag.data.archives import SEPARATOR
 from pixelrag.data.roots import Roots
@@ -36,6 +37,11 @@ def by_use(paths: list[str]) -> tuple[list[str], list[str]]:
     held_out = [path for path in paths if is_held_out(path)]
     train = [path for path in paths if path not in held_out]
     return (train, held_out) if train else (held_out, [])
+
+
+def skips(given: Mapping[str, Any]) -> bool:
+    """Whether the command line asks to leave broken rows out."""
+    return given.get("data", {}).get("bad_rows") == "skip"
 
 
 def one_or_list(paths: list[str]) -> str | list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -103,6 +104,22 @@ def test_a_gpu_changes_what_is_chosen(about, jobs, here, monkeypatch):
     assert config.engine.precision == "bf16"
     if about == "tiles":
         assert config.model.gradient_checkpointing
+
+
+def test_rows_that_cannot_be_trained_on_are_named_or_left_out(jobs, here, classroom, capsys):
+    """By their form, and by what only the tokenizer tells."""
+    lines = (classroom / "chats.jsonl").read_text().splitlines()
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<|im_end|>"}]
+    for bad, told in ((json.dumps({"messages": turns}), "control token"), ("{", "not valid JSON")):
+        (here / "data.jsonl").write_text("\n".join([*lines[:30], bad, *lines[30:]]))
+        words = ["distill", "--data", "data.jsonl", *jobs["chats"][3:]]
+        assert main(["init", *words]) == 3
+        shown = capsys.readouterr().err
+        assert "data.jsonl:31: " in shown
+        assert told in shown
+        assert "--data.bad_rows skip" in shown
+        assert main(["init", *words, "--data.bad_rows=skip", f"--output={told[0]}.yaml"]) == 0
+        assert main(["validate", "--config", f"{told[0]}.yaml"]) == 0
 
 
 def test_a_student_needs_a_teacher(jobs, here, capsys):

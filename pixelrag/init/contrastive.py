@@ -37,7 +37,7 @@ class Pairs:
         for document in row.documents:
             if document.image is not None:
                 self.images.add((document.image, row.sample_id))
-            else:
+            elif document.text is not None:
                 self.texts.add(document.text)
 
     def said(self) -> str:
@@ -62,7 +62,7 @@ def choices(paths: list[str], given: dict[str, Any]) -> Iterator[Choice]:
     others = [str(file) for path in held_out for file in data_files(path, "eval")]
     outside = shared.Outside([*files, *others])
     for file in [*files, *others]:
-        for row in rows_of(file, "pair", parse_row, skip=shared.skips(given)):
+        for row in rows_of(file, "pair", parse_row, skip=shared.bad_rows(given) == "skip"):
             if file in files:
                 pairs.add(row)
             for document in row.documents:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pixelrag.config.distill_parts import StudentConfig
-from pixelrag.data.chat import Chat, Completion, TextRow, parse_text_row
+from pixelrag.data.chat import Chat, Completion, PlainText, TextRow, parse_text_row
 from pixelrag.data.lengths import CHARACTERS_A_TOKEN, Lengths, Sample, quantile
 from pixelrag.data.schema import RowError
 from pixelrag.data.text_sources import TextSource, parse_source, read_rows
@@ -17,7 +17,7 @@ from pixelrag.init import shared
 from pixelrag.init.look import count, kind_of_file, power_of_two, rows_of
 from pixelrag.init.starter import Choice
 
-_FORMS = {Chat: "chat", Completion: "prompt with completion", None: "plain text"}
+_FORMS = {Chat: "chat", Completion: "prompt with completion", PlainText: "plain text"}
 
 
 _Placed = tuple[TextRow, str]  # a row, and where it stands
@@ -35,7 +35,7 @@ class Texts:
         """Take a row into account."""
         self.rows.add(placed)
         row, _ = placed
-        self.forms[_FORMS.get(type(row), _FORMS[None])] += 1
+        self.forms[_FORMS[type(row)]] += 1
         if isinstance(row, Chat):
             self.most_answers = max(self.most_answers, len(row.answers))
 
@@ -54,7 +54,7 @@ def choices(paths: list[str], given: dict[str, Any]) -> Iterator[Choice]:
     """
     train, held_out = shared.by_use(paths)
     texts = Texts()
-    skip = shared.skips(given)
+    skip = shared.bad_rows(given) == "skip"
     for path in train:
         for row in _rows(path, skip):
             texts.add(row)

@@ -53,7 +53,7 @@ def kind_of_file(path: str, wanted: Sequence[str]) -> str:
         if isinstance(value, RowError):
             raise value
         kind = kind_of_row(value)
-        if kind not in wanted:
+        if kind is None or kind not in wanted:
             raise DataError(f"{path}:{line}: {_unlike(value, kind, wanted)}")
         return kind
     raise DataError(f"{path} has no rows; expected one JSON object a line")

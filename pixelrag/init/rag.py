@@ -30,7 +30,7 @@ def choices(paths: list[str], given: dict[str, Any]) -> Iterator[Choice]:
     files, source = _sorted(paths)
     train, held_out = shared.by_use(files)
     passages = load_passages(source, open_images=False)
-    bad_rows = "skip" if shared.skips(given) else "error"
+    bad_rows = shared.bad_rows(given)
     questions = QuestionDataset(train, bad_rows, passages=passages)
     for path in held_out:
         QuestionDataset(path, bad_rows, passages=passages)
@@ -76,7 +76,8 @@ def choices(paths: list[str], given: dict[str, Any]) -> Iterator[Choice]:
 
 def _sorted(paths: list[str]) -> tuple[list[str], str]:
     """(files of questions, the knowledge base)."""
-    sources, files = [], []
+    sources: list[str] = []
+    files: list[str] = []
     for path in paths:
         lines = Path(path).suffix.lower() in (".jsonl", ".ndjson") and not Path(path).is_dir()
         kind = kind_of_file(path, ["question", "passage"]) if lines else "passage"

@@ -6,7 +6,7 @@ import importlib.util
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pixelrag.data.archives import SEPARATOR
 from pixelrag.data.roots import Roots
@@ -39,9 +39,9 @@ def by_use(paths: list[str]) -> tuple[list[str], list[str]]:
     return (train, held_out) if train else (held_out, [])
 
 
-def skips(given: Mapping[str, Any]) -> bool:
-    """Whether the command line asks to leave broken rows out."""
-    return given.get("data", {}).get("bad_rows") == "skip"
+def bad_rows(given: Mapping[str, Any]) -> Literal["error", "skip"]:
+    """What the command line asks to do with broken rows."""
+    return "skip" if given.get("data", {}).get("bad_rows") == "skip" else "error"
 
 
 def one_or_list(paths: list[str]) -> str | list[str]:

@@ -17,14 +17,13 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from pixelrag.bench.rows import Case
 from pixelrag.config import bench
 from pixelrag.config.base import build
 from pixelrag.config.bench import SuiteConfig
 from pixelrag.config.flags import parse_flags
-from pixelrag.config.problems import Problem, nearest, report
+from pixelrag.config.problems import Problem, nearest, report, shown
 from pixelrag.config.yaml_file import read_yaml
 from pixelrag.errors import ConfigError
 
@@ -155,23 +154,19 @@ def load_plan(name: str, profile: str | None, argv: Sequence[str]) -> Plan:
     file = read_yaml(path)
     problems = list(file.problems)
     values, places = dict(file.values), dict(file.places)
-    suite = values.pop("suite", None)
-    profiles = values.pop("profiles", None) or {}
-    if suite not in SUITES:
+    suite, profiles = values.pop("suite", None), values.pop("profiles", None) or {}
+    if not isinstance(suite, str) or suite not in SUITES:
         where = places.get(("suite",), str(path))
-        expected = f"expected one of {', '.join(SUITES)}"
-        problems.append(Problem("suite", f"got {suite!r}, {expected}", where))
-        raise ConfigError(report(problems))
+        says = f"got {shown(suite)}, expected one of {', '.join(SUITES)}"
+        raise ConfigError(report([*problems, Problem("suite", says, where)]))
     config_class = SUITES[suite].config_class()
-    layer: Any = {}
-    if profile is not None:
-        layer = profiles.get(profile) if isinstance(profiles, dict) else None
-        if not isinstance(layer, dict):
-            known = ", ".join(profiles) or "none"
-            problems.append(Problem("--profile", f"got {profile!r}, {path} has {known}"))
-            raise ConfigError(report(problems))
-        inside = {k[2:]: v for k, v in places.items() if k[:2] == ("profiles", profile)}
-        places |= {key: where for key, where in inside.items() if key}
+    known = profiles if isinstance(profiles, dict) else {}
+    layer = known.get(profile, {}) if profile is not None else {}
+    if profile is not None and not (layer and isinstance(layer, dict)):
+        says = f"got {shown(profile)}, {path} has {', '.join(map(str, known)) or 'no profiles'}"
+        raise ConfigError(report([*problems, Problem("--profile", says)]))
+    here = ("profiles", profile)
+    places |= {key[2:]: where for key, where in places.items() if key[:2] == here}
     line = parse_flags(argv, config_class)
     problems += line.problems
     config = build(config_class, [line.values, layer, values], places | line.places, problems)

@@ -281,16 +281,22 @@ def _threads(number: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_larger_than(num_bytes: int) -> Iterator[None]:
-    """Have FAISS refuse a vector larger than the whole file before it allocates it."""
+    """Have FAISS refuse a vector larger than the whole file before it allocates it.
+
+    Only IVF with PQ makes more of a file than it holds: a table for its searches, which FAISS
+    leaves out itself above 2 GiB.
+    """
     import faiss
 
     before = faiss.get_deserialization_vector_byte_limit()
-    faiss.set_deserialization_vector_byte_limit(num_bytes)
+    faiss.set_deserialization_vector_byte_limit(max(num_bytes, _LARGEST_TABLE))
     try:
         yield
     finally:
         faiss.set_deserialization_vector_byte_limit(before)
 
+
+_LARGEST_TABLE = 2**31
 
 _FACTORIES = "name a FAISS factory string that fits them, such as Flat, HNSW32 or IVF1024,PQ48x4fs"
 

@@ -151,6 +151,16 @@ def test_mistakes_in_a_suite_are_told_with_file_and_line(tmp_path: Path):
         ConfigError, match=r"suite \(.*own.yaml line 1\)\n.*expected one of packing"
     ):
         load_plan(str(own), None, [])
+    named = "suite: kd-chunk\n"
+    wrongs = ["suite: [kd-chunk]", "suite: {a: 1}", "work: {}", "- a", "a: ["]
+    wrongs += [f"{named}profiles: {value}" for value in ("3", "{mine: 3}", "[mine]", "{his: {}}")]
+    wrongs += [f"{named}work: 3", f"{named}wrok: {{}}"]
+    for wrong in wrongs:
+        own.write_text(wrong)
+        with pytest.raises(ConfigError):
+            load_plan(str(own), "mine", [])
+    with pytest.raises(ConfigError, match=r"got missing.yaml, expected a readable YAML file"):
+        load_plan("missing.yaml", None, [])
     with pytest.raises(ConfigError, match="did you mean packing"):
         file_of("paking")
     with pytest.raises(ConfigError, match=r"work.tokns \(--work.tokns\)\n.*work.tokens"):

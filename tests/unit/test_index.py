@@ -81,6 +81,15 @@ def test_one_thread_builds_the_same_bytes(vectors, factory, tmp_path):
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
+def test_an_index_that_makes_tables_of_its_file_opens(vectors, queries, tmp_path):
+    settings = IndexSettings("IVF64,PQ16x4fs", nprobe=64)
+    built = build_index(vectors[:300], settings)
+    put(tmp_path / "index", built.write)
+    assert (tmp_path / "index").stat().st_size < 64 * 16 * 16 * 4  # bytes of the table
+    opened = open_index(tmp_path / "index", settings)
+    assert (opened.search(queries, 5).rows_Qk == built.search(queries, 5).rows_Qk).mean() > 0.9
+
+
 @pytest.mark.parametrize("factory", ["Flat", "HNSW16", "PQ8x4fs", "IVF4,Flat"])
 def test_what_is_missing_is_no_row(factory):
     vectors = unit_vectors(40)

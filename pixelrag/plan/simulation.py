@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from pixelrag.plan.memory import ACTIVATIONS, BACKWARD, LOGITS, TEMPORARY, Memory
 
@@ -33,6 +33,24 @@ _FACTORIES = frozenset(
 _READ = {torch.bool: True}
 _DEVICE_OF = torch.ops.prim.device.default
 _TESTS_FOR_FAULTS = frozenset((_aten.isnan, _aten.isinf))
+
+
+def _attention(query, key, value, dropout_p=0.0, is_causal=False, **_: Any) -> int:
+    return sdpa_flop_count(query.shape, key.shape, value.shape) // (2 if is_causal else 1)
+
+
+def _attention_backward(
+    grad, query, key, value, out, logsumexp, dropout_p, is_causal, **_: Any
+) -> int:
+    count = sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
+    return count // (2 if is_causal else 1)
+
+
+# PyTorch does not count the CPU's; of a causal square a flash kernel computes half.
+_FLOPS = dict(flop_registry) | {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
 
 
 class Simulation(TorchDispatchMode):
@@ -84,7 +102,7 @@ class Simulation(TorchDispatchMode):
             return args[0].fake_device  # half of all calls
         if DTensor in types:
             return NotImplemented  # what it makes of the operation comes back here
-        if func.overloadpacket not in flop_registry and func._can_decompose():
+        if func.overloadpacket not in _FLOPS and func._can_decompose():
             with self:
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
@@ -106,7 +124,7 @@ class Simulation(TorchDispatchMode):
                 self.memory.add(leaf, self._use_of_new(leaf))
         if is_fake:
             self._count(func, tensors, result)
-            if (count := flop_registry.get(func.overloadpacket)) is not None:
+            if (count := _FLOPS.get(func.overloadpacket)) is not None:
                 self.flops += count(*args, **kwargs, out_val=result)
         return result
 

@@ -30,6 +30,7 @@ _aten = torch.ops.aten
 _FACTORIES = frozenset(
     (_aten.empty, _aten.empty_strided, _aten.zeros, _aten.ones, _aten.full, _aten.rand, _aten.randn)
 )
+_INDEXED = frozenset((_aten.index, _aten.index_put, _aten.index_put_))
 _READ = {torch.bool: True}
 _DEVICE_OF = torch.ops.prim.device.default
 _TESTS_FOR_FAULTS = frozenset((_aten.isnan, _aten.isinf))
@@ -114,7 +115,9 @@ class Simulation(TorchDispatchMode):
         if is_fake and func.overloadpacket in _TESTS_FOR_FAULTS:
             return torch.zeros(args[0].shape, dtype=torch.bool)
         if not is_fake and not tensors and func.overloadpacket in _FACTORIES:
-            is_fake = (kwargs.get("dtype") or torch.get_default_dtype()).is_floating_point
+            is_fake = _makes_floats(func, args, kwargs)
+        if is_fake and func.overloadpacket in _INDEXED:
+            args = args[0], _positions(args[1]), *args[2:]
         with self.fake if is_fake else contextlib.nullcontext():
             result = func(*args, **kwargs)
         if is_fake and self._is_figure(func, tensors, result):
@@ -155,6 +158,22 @@ class Simulation(TorchDispatchMode):
         if made and (in_place or not all(_storage(t)._cdata in given for t in made)):
             self.touched += sum(t.numel() * t.element_size() for t in (*tensors, *made))
             self.launches += 1
+
+
+def _positions(indices: Any) -> list[torch.Tensor | None]:
+    """Real masks as the places that they mark: how many there are decides a shape."""
+    places: list[torch.Tensor | None] = []
+    for index in indices:
+        is_mask = index is not None and index.dtype == torch.bool
+        places += index.nonzero().unbind(1) if is_mask else [index]
+    return places
+
+
+def _makes_floats(func: Any, args: Any, kwargs: Any) -> bool:
+    dtype = kwargs.get("dtype")
+    if dtype is None and func.overloadpacket is _aten.full:
+        return isinstance(args[1], float)
+    return (dtype or torch.get_default_dtype()).is_floating_point
 
 
 def _storage(tensor: torch.Tensor) -> Any:

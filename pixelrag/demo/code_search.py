@@ -79,7 +79,7 @@ def build_code_search(
             "train.jsonl": write_jsonl(folder / "train.jsonl", map(_row, train)),
             "eval.jsonl": write_jsonl(folder / "eval.jsonl", map(_row, held_out)),
         }
-        arguments = {
+        arguments: dict[str, object] = {
             "seed": seed,
             "held_out_fraction": held_out_fraction,
             "max_eval": max_eval,
@@ -102,7 +102,7 @@ def split_by_file(
         raise ConfigError(f"held_out_fraction: got {held_out_fraction}, expected 0 < x < 1")
     if not 0 <= seed < 2**64:
         raise ConfigError(f"seed: got {seed}, expected 0 or more, below 2**64")
-    held_out = held_out_files(functions, held_out_fraction, seed)
+    held_out = held_out_files(list(functions), held_out_fraction, seed)
     mixed = sorted(functions, key=lambda one: salted(f"{one.file}:{one.name}:{one.code}", seed))
     return (
         [function for function in mixed if function.file not in held_out],

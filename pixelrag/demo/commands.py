@@ -80,6 +80,7 @@ def _run_all(
                 errors="replace",
             )
             running.append(process)
+        assert process.stdout is not None  # a pipe
         for line in process.stdout:
             say(f"  {mark}{line.rstrip()}")
         if code := process.wait():

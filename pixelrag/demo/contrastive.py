@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pixelrag.config.yaml_file import write_yaml
 from pixelrag.console import say
@@ -43,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     started = time.monotonic()
     _empty(options.output)
-    results = {}
+    results: dict[str, Any] = {}
     if options.part in ("all", "text"):
         results["text"] = _text_part(options)
     if options.part in ("all", "tiles"):
@@ -159,8 +160,8 @@ def _tiles_part(options: argparse.Namespace) -> dict:
         },
     )
     seconds = run(["contrastive", "--config", str(config)], nproc=options.nproc)
-    lines, results = tiles_verdict(folder / "run-tiles" / "metrics.jsonl", tiles.num_eval)
-    for line in lines:
+    told, results = tiles_verdict(folder / "run-tiles" / "metrics.jsonl", tiles.num_eval)
+    for line in told:
         say(line)
     return results | {"training_seconds": round(seconds, 1)}
 

@@ -177,13 +177,16 @@ def _walk(
             yield from _walk(child, path)  # below "if" and "try"
 
 
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
 class _Bare(ast.NodeTransformer):
     """Drop docstrings; where `name` is given, call the function by that name `f`."""
 
     def __init__(self, name: str | None) -> None:
         self.name = name
 
-    def _definition(self, node: ast.AST) -> ast.AST:
+    def _definition(self, node: Definition) -> ast.AST:
         self.generic_visit(node)
         if ast.get_docstring(node, clean=False) is not None:
             node.body = node.body[1:] or [ast.Pass()]
@@ -216,16 +219,22 @@ def _cut(code: str) -> str:
     return code[: code.rfind("\n", 0, _MAX_CODE + 1) if "\n" in code[:_MAX_CODE] else _MAX_CODE]
 
 
-def _source_without_docstrings(node: ast.AST, lines: list[str]) -> str:
+def _end(node: ast.stmt) -> int:
+    """Its last line; only trees that were not parsed have none."""
+    return node.end_lineno or node.lineno
+
+
+def _source_without_docstrings(node: ast.stmt, lines: list[str]) -> str:
     """The lines of a definition, less those of docstrings, from the left margin."""
     dropped: set[int] = set()
     for inner in ast.walk(node):
         if isinstance(inner, (*_FUNCTION, ast.ClassDef)) and ast.get_docstring(inner) is not None:
-            dropped |= set(range(inner.body[0].lineno, inner.body[0].end_lineno + 1))
+            said = inner.body[0]
+            dropped |= set(range(said.lineno, _end(said) + 1))
     dropped.discard(node.lineno)  # "def f(): 'docstring'" on one line
     margin = node.col_offset
     kept: list[str] = []
-    for number in range(node.lineno, node.end_lineno + 1):
+    for number in range(node.lineno, _end(node) + 1):
         if number in dropped:
             continue
         line = lines[number - 1].rstrip().expandtabs(8)

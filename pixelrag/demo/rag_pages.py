@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -140,7 +140,7 @@ def _write(folder: Path, entries: Sequence[_Entry], num_held_out: int, seed: int
         {"question": e.question, "answers": [e.title], "passage_ids": [str(n)]}
         for n, e in enumerate(entries)
     ]
-    rows = {
+    rows: dict[str, Sequence[Mapping[str, object]]] = {
         "passages.jsonl": pages,
         "train.jsonl": questions[:-num_held_out],
         "held_out.jsonl": questions[-num_held_out:],

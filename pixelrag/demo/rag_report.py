@@ -134,7 +134,8 @@ _COUNTS = ("generations", "waited", "oldest")
 
 
 def _gain(outcomes: Sequence[Outcome], name: str) -> tuple[str, dict[str, Any]]:
-    numbers, shown = {}, []
+    numbers: dict[str, Any] = {}
+    shown: list[str] = []
     for measure in ("recall@1", "em"):
         frozen, trained = (
             np.concatenate([np.asarray(o.fresh[run][measure], float) for o in outcomes])

@@ -145,8 +145,14 @@ def write_catalogue(
             "held_out.jsonl": write_jsonl(fresh / "held_out.jsonl", questions[num_train:]),
         }
         write_manifest(fresh, KIND, {"catalogue": catalogue, "seed": seed, "sha256": files})
-    names = ("passages.jsonl", "train.jsonl", "held_out.jsonl")
-    return ShiftSet(*(folder / name for name in names), num_passages, num_train, num_held_out)
+    return ShiftSet(
+        folder / "passages.jsonl",
+        folder / "train.jsonl",
+        folder / "held_out.jsonl",
+        num_passages,
+        num_train,
+        num_held_out,
+    )
 
 
 def _entry(words: _Words, catalogue: Catalogue, key: int, rng: np.random.Generator) -> Entry:

@@ -113,7 +113,8 @@ def render_tiles(
                 source = f"{function.file}:{function.name}"
                 rows.append({"query": query, "chunk_path": path, "source": source})
             digests[f"{name}.jsonl"] = write_jsonl(folder / f"{name}.jsonl", rows)
-        entries = {"queries": kind, "seed": seed, "held_out_fraction": held_out_fraction}
+        entries: dict[str, object] = {"queries": kind, "seed": seed}
+        entries["held_out_fraction"] = held_out_fraction
         entries |= {"num_train": len(train), "num_eval": len(held_out), "sha256": digests}
         write_manifest(folder, KIND, entries)
     return TileSet(out_dir / "train.jsonl", out_dir / "eval.jsonl", len(train), len(held_out))

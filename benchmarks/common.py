@@ -28,19 +28,22 @@ class Results:
     """Rows of one run, printed and written as they come.
 
     Args:
-        suite: name of the script.
+        script: its module's name.
         options: its arguments; `output` is the folder to write to, None = only print.
         threads: torch's, of each process.
+        suite: what the rows are called; None = as the script.
     """
 
-    def __init__(self, suite: str, options: Namespace, threads: int) -> None:
+    def __init__(
+        self, script: str, options: Namespace, threads: int, suite: str | None = None
+    ) -> None:
         settings = {k: v for k, v in vars(options).items() if k not in _NO_SETTINGS}
         text = json.dumps(settings, sort_keys=True, default=str)
-        self._suite, self._folder = suite, options.output
-        self._name = suite if options.title is None else f"{suite}-{options.title}"
+        self._suite, self._folder = suite or script, options.output
+        self._name = script if options.title is None else f"{script}-{options.title}"
         self._run = this_run(
             torch.device("cpu"), profile=options.title or "", threads=threads,
-            command=" ".join(["python -m", f"benchmarks.{suite}", *sys.argv[1:]]),
+            command=" ".join(["python -m", f"benchmarks.{script}", *sys.argv[1:]]),
             config_hash=hashlib.sha256(text.encode()).hexdigest()[:12],
             load_average=os.getloadavg()[0],
         )  # fmt: skip

@@ -69,7 +69,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
     options = parse(argv)
-    results = common.Results("packing", options, options.threads)
+    results = common.Results("packing", options, options.threads, suite="packing_chats")
     found: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         train = Path(folder) / "train.jsonl"

@@ -9,14 +9,22 @@ from typing import Any
 
 from pixelrag.bench.rows import Row, Value, known
 from pixelrag.charts import Bars, Chart, Line, bar_chart, line_chart
+from pixelrag.errors import DataError
 
 Rows = Sequence[Row]
 
 
 def charts_of(suite: str, rows: Rows) -> list[Chart]:
-    """Charts of the rows of one suite; rows that were skipped are in none."""
+    """Charts of the rows of one suite; rows that were skipped are in none.
+
+    Raises:
+        DataError: rows lack what those of the suite have.
+    """
     measured = [row for row in rows if not row.skipped]
-    return CHARTS[suite](measured) if suite in CHARTS and measured else []
+    try:
+        return CHARTS[suite](measured) if suite in CHARTS and measured else []
+    except KeyError as error:
+        raise DataError(f"a row of the suite {suite} lacks {error}, which its rows have") from error
 
 
 def by(rows: Rows, *keys: str) -> dict[tuple[Value, ...], list[Row]]:
@@ -96,7 +104,8 @@ def gradcache(rows: Rows) -> list[Chart]:
     """Memory and time by batch, for each way to replay."""
     charts = []
     for (tower,), some in by(rows, "tower").items():
-        first = min(row.case["chunk"] for row in some if row.case["replay"] != "plain")
+        chunked = [int(row.case["chunk"]) for row in some if row.case["replay"] != "plain"]
+        first = min(chunked, default=0)
         shown = [row for row in some if row.case["chunk"] == first or row.case["replay"] == "plain"]
         names = {"plain": "plain step"}
         for value, title, y in (
@@ -112,7 +121,7 @@ def gradcache(rows: Rows) -> list[Chart]:
                     name = names.get(str(replay), f"replay {replay}")
                     lines.append(_line(name, xs, values))
             if lines:
-                title = f"{title}: {tower} tower, chunks of {first}"
+                title = f"{title}: {tower} tower" + (f", chunks of {first}" if first else "")
                 options = {"log_x": True, "from_zero": True}
                 charts.append(line_chart(title, lines, x="rows of a batch", y=y, **options))
     return charts

@@ -12,6 +12,7 @@ from pixelrag import cli
 from pixelrag.bench import cases
 from pixelrag.bench.cases import Ready, Skipped, measure_in_turns
 from pixelrag.bench.machine import known_device, roofline
+from pixelrag.bench.report import report_sections
 from pixelrag.bench.rows import Row, Run, from_json, read_rows, to_csv, to_json, write_rows
 from pixelrag.bench.suite import SUITES, chosen, file_of, load_plan
 from pixelrag.bench.timing import Spread, Taken, interleaved, ratios
@@ -129,6 +130,8 @@ def test_rows_survive_their_files(tmp_path: Path):
     with pytest.raises(DataError, match="holds no results"):
         read_rows([tmp_path / "empty"])
     assert from_json(to_json(row), "here") == row
+    with pytest.raises(DataError, match="a row of the suite packing lacks 'lengths'"):
+        report_sections([replace(row, suite="packing")])
 
 
 def test_mistakes_in_a_suite_are_told_with_file_and_line(tmp_path: Path):

@@ -12,6 +12,7 @@ from pixelrag.bench.flops import count_flops
 from pixelrag.bench.models import causal, text_config
 from pixelrag.bench.peers_kd import naive
 from pixelrag.bench.suite import load_plan
+from pixelrag.bench.suite_charts import charts_of
 from pixelrag.config.base import load
 from pixelrag.config.bench import AttentionConfig, DataWork, KDChunkConfig
 from pixelrag.config.rag import RagConfig
@@ -30,6 +31,9 @@ def test_every_case_of_a_suite_runs(name: str, profile: str):
     for row in rows:
         assert row.skipped or (row.seconds.p50 > 0 and row.tokens_per_second > 0), row
         assert row.suite == name
+    for some in (rows, rows[:1], rows[-1:]):  # whatever was left out or failed
+        for chart in charts_of(name, some):
+            assert chart.title
     ran = {row.name for row in rows if not row.skipped}
     assert {row.name for row in rows} - ran <= {
         f"documents={count} kernel=flash_attention_2" for count in (1, 4)

@@ -130,7 +130,7 @@ def test_rows_survive_their_files(tmp_path: Path):
     with pytest.raises(DataError, match="holds no results"):
         read_rows([tmp_path / "empty"])
     assert from_json(to_json(row), "here") == row
-    with pytest.raises(DataError, match="a row of the suite packing lacks 'lengths'"):
+    with pytest.raises(DataError, match="a row of the suite packing lacks 'way'"):
         report_sections([replace(row, suite="packing")])
 
 

@@ -179,10 +179,11 @@ def lost_tile(payload: dict[str, Any]) -> None:
 
 
 def jumping_clock(payload: dict[str, Any]) -> None:
-    """The machine's clock goes a day forward and two back, in turns, each time it is read."""
-    real, jumps = time.time, iter(range(1 << 30))
+    """The machine's clock jumps forth and back, a day further each time it is read."""
+    real, reading = time.time, itertools.count(1)
 
     def jumping() -> float:
-        return real() + (86_400.0, -172_800.0)[next(jumps) % 2]
+        number = next(reading)
+        return real() + 86_400.0 * number * (-1) ** number
 
     time.time = jumping

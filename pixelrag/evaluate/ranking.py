@@ -159,18 +159,6 @@ def best_documents(
     return np.concatenate(rows), np.concatenate(scores)
 
 
-def rank_of_positives(
-    query_emb: Tensor,
-    doc_emb: Tensor,
-    relevant: Tensor | Sequence[Sequence[int]],
-    *,
-    block_entries: int = _BLOCK_ENTRIES,
-) -> Tensor:
-    """int64 [Q]: the 1-based rank of each query's best relevant document; see `rank_relevant`."""
-    ranks = rank_relevant(query_emb, doc_emb, relevant, block_entries=block_entries)
-    return torch.from_numpy(ranks.best())
-
-
 def recall_at(ranks: Ranks, k: int) -> np.ndarray:
     """float64 [Q]: the share of each query's relevant documents that rank k or better."""
     _check_k(k)

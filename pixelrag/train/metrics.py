@@ -20,7 +20,6 @@ import torch
 
 GIB = 2**30
 _STATUS = Path("/proc/self/status")
-_CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 class RunningMeans:
@@ -119,21 +118,6 @@ def peak_memory(device: torch.device | None = None) -> dict[str, float]:
             "mem/host_peak_gib": host,
         }
     return {"mem/peak_gib": host}
-
-
-def reset_peak_memory(device: torch.device | None = None) -> bool:
-    """Start peak memory anew from what is held now; whether the host's mark could be reset.
-
-    The host's mark resets on Linux alone (writing 5 to `/proc/self/clear_refs`, proc(5)), and not
-    in every container.
-    """
-    if device is not None and device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    try:
-        _CLEAR_REFS.write_text("5")
-    except OSError:
-        return False
-    return True
 
 
 def _host_peak_bytes() -> int:

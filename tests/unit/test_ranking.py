@@ -12,7 +12,6 @@ from pixelrag.evaluate.ranking import (
     METRIC_NAMES,
     ndcg_at,
     per_query_metrics,
-    rank_of_positives,
     rank_relevant,
     recall_at,
     summarize,
@@ -72,8 +71,7 @@ def test_equals_the_naive_reference(block_entries, multi):
     assert tuple(got) == METRIC_NAMES
     for name, value in naive_metrics(expected).items():
         assert got[name] == pytest.approx(value, abs=1e-12), name
-    best = rank_of_positives(torch.from_numpy(query), torch.from_numpy(docs), relevant)
-    assert best.tolist() == [min(row) for row in expected]
+    assert ranks.best().tolist() == [min(row) for row in expected]
 
 
 def test_hand_computed_case():
@@ -121,8 +119,10 @@ def test_scale_does_not_change_ranks():
     rng = np.random.default_rng(1)
     query, docs = torch.from_numpy(unit(rng, 9, 5)), torch.from_numpy(unit(rng, 30, 5))
     positive = torch.arange(9)
-    ranks = rank_of_positives(query, docs, positive)
-    assert torch.equal(ranks, rank_of_positives(query * 1e6, docs * 1e-3, positive))
+    ranks, scaled = (
+        rank_relevant(q, d, positive) for q, d in ((query, docs), (query * 1e6, docs * 1e-3))
+    )
+    assert ranks.rank_P.tolist() == scaled.rank_P.tolist()
 
 
 def test_perfect_and_k_beyond_the_corpus():
@@ -161,7 +161,7 @@ def test_wrong_input_is_named(query, docs, relevant, message):
 
 def test_gradients_are_not_needed():
     query = torch.eye(3, requires_grad=True)
-    assert rank_of_positives(query, torch.eye(3), torch.arange(3)).tolist() == [1, 1, 1]
+    assert rank_relevant(query, torch.eye(3), torch.arange(3)).rank_P.tolist() == [1, 1, 1]
 
 
 def test_bootstrap_matches_the_normal_interval_and_repeats():

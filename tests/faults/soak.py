@@ -62,7 +62,7 @@ class Watch:
         for pid in pids:
             try:
                 process = psutil.Process(pid)
-                held = _own_memory(pid), process.num_threads(), process.num_fds()
+                held = own_memory(pid), process.num_threads(), process.num_fds()
                 self.samples[pid].append((time.time() - process.create_time(), *held))
             except (psutil.Error, OSError):  # it has just ended
                 continue
@@ -225,7 +225,7 @@ class Soak:
         }
 
 
-def _own_memory(pid: int) -> int:
+def own_memory(pid: int) -> int:
     """Resident bytes that are no file's: pages of libraries come and go as others need room."""
     status = Path(f"/proc/{pid}/status").read_text()
     return 1024 * int(status.partition("RssAnon:")[2].split()[0])

@@ -120,6 +120,8 @@ def load(
     line = parse_flags(argv, config_class, own)
     files = [read_yaml(path) for path in line.files]
     problems = [problem for file in files for problem in file.problems] + faults + line.problems
+    if files and all(file.problems and not file.values for file in files):
+        raise ConfigError(report(problems))  # what else is missing may well stand in them
     places = {path: where for file in files for path, where in file.places.items()} | line.places
     sections = sections_of(config_class)
     written = [_without_empty(file.values, sections) for file in files]

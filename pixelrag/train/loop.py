@@ -295,7 +295,9 @@ class Loop:
         self._saver.finish()
         folder = checkpoint_dir(self._output, step) if step else None
         from_main(lambda: self._stop.obeyed(reason, folder))
-        view.message(f"stopped at step {step} of {self._total_steps}: {reason}; resume with auto")
+        view.message(
+            f"stopped at step {step} of {self._total_steps}: {reason}; the same command goes on"
+        )
         return {"step": step, "preempted": reason}
 
     def _finish(self, step, started, writer, view) -> dict[str, Any]:

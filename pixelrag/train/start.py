@@ -74,7 +74,8 @@ def go_on(
         go_on_at: takes the position in the data, and refuses that of other data.
 
     Raises:
-        CheckpointError: unreadable, or written under another configuration or other data.
+        CheckpointError: unreadable, written under another configuration or other data, or past the
+            end of the run.
     """
     stop_point()
     if checkpoint is None:
@@ -91,7 +92,13 @@ def go_on(
                 error,
             )
     output = Path(config.output_dir)
-    if state.step >= total_steps and from_main(lambda: is_finished(output, state.step)):
+    if state.step > total_steps:
+        raise CheckpointError(
+            f"{checkpoint}: is at step {state.step}; this run ends at step {total_steps}; raise "
+            "optim.max_steps or optim.num_epochs, name an earlier checkpoint by checkpoint.resume, "
+            "or start anew in another output_dir"
+        )
+    if state.step == total_steps and from_main(lambda: is_finished(output, state.step)):
         logger.info("%s has all %d steps; nothing to do", checkpoint, total_steps)
         return state, True
     logger.info("resuming from %s, step %d of %d", checkpoint, state.step, total_steps)

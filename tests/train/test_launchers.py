@@ -113,7 +113,7 @@ def test_torchrun_passes_sigterm_on(settings, environment, tmp_path):
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=60)
-    assert re.search(r"SIGTERM( \(rank 1\))?; resume with auto", output)
+    assert re.search(r"SIGTERM( \(rank 1\))?; the same command goes on", output)
     assert (tmp_path / "run" / "PREEMPTED").exists()
     step = lines_of(tmp_path / "run")[-1]["step"]
     assert (tmp_path / "run" / f"checkpoint-{step}" / "COMPLETE").exists()

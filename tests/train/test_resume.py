@@ -230,6 +230,14 @@ def test_a_complete_run_does_nothing(one_step):
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
+def test_a_run_that_ends_before_its_checkpoint_is_refused(one_step):
+    one_step({"optim": {"max_steps": 2}})[1].check()
+    _, ended = one_step()
+    assert ended.codes == [5]
+    for named in ("checkpoint-2", "is at step 2", "this run ends at step 1", "optim.max_steps"):
+        assert named in ended.text
+
+
 def test_a_run_killed_behind_its_last_checkpoint_still_ends(start, tmp_path):
     start("straight").wait().check()
     start("killed", setup="tests.train.faults:kill_before_last_export").wait()

@@ -111,6 +111,12 @@ def test_all_mistakes_at_once_each_with_its_place(write):
         assert part in text, part
 
 
+def test_a_file_that_is_not_there_is_all_that_is_wrong():
+    with pytest.raises(ConfigError, match=r"(?s)^1 problem .*no\.yaml") as caught:
+        load(ContrastiveConfig, ["--config", "no.yaml"])
+    assert "required" not in str(caught.value)
+
+
 def test_what_is_required_is_named_by_its_path():
     with pytest.raises(ConfigError) as caught:
         load(ContrastiveConfig, [])

@@ -25,4 +25,4 @@ def run(model: str, rows: str, output: str, **more) -> tuple[dict, list[float]]:
 
 
 if __name__ == "__main__":
-    print(run(*sys.argv[1:])[0])
+    print(run(*sys.argv[1:])[0]) if len(sys.argv) == 4 else sys.exit(__doc__)

@@ -25,4 +25,4 @@ def run(student: str, teacher: str, chats: str, output: str, **more) -> tuple[di
 
 
 if __name__ == "__main__":
-    print(run(*sys.argv[1:]))
+    print(run(*sys.argv[1:])) if len(sys.argv) == 5 else sys.exit(__doc__)

@@ -26,4 +26,4 @@ def run(encoder: str, generator: str, passages: str, questions: str, output: str
 
 PARTS = ("question_encoder", "generator")
 if __name__ == "__main__":
-    print(run(*sys.argv[1:]))
+    print(run(*sys.argv[1:])) if len(sys.argv) == 6 else sys.exit(__doc__)

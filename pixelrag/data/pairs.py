@@ -98,6 +98,7 @@ class PairDataset:
         image_roots, progress, workers: as for `check_files`.
         report: what `check_files` said about the same files with the same cap, when it has run
             already (on rank 0, say, whose report the others get); then no image is opened here.
+        quiet: nothing is logged of bad rows that are left out; the caller tells of them.
 
     Attributes:
         rows: the rows.
@@ -121,6 +122,7 @@ class PairDataset:
         progress: Progress | None = None,
         workers: int | None = None,
         report: DataReport | None = None,
+        quiet: bool = False,
     ) -> None:
         if bad_rows not in ("error", "skip"):
             raise ConfigError(f"data.bad_rows: got {bad_rows!r}, expected 'error' or 'skip'")
@@ -139,7 +141,7 @@ class PairDataset:
                 f"{fingerprint[:12]}, expected {report.fingerprint[:12]}); every process must see "
                 "the same files, and they may not change during the run"
             )
-        refuse_or_skip(report, bad_rows)
+        refuse_or_skip(report, bad_rows, quiet=quiet)
         bad = {(fault.file, fault.line) for fault in report.bad}
         self.report = report
         kept = [line for line in lines if line.row and (line.file, line.number) not in bad]
@@ -311,8 +313,8 @@ def _check(
     return DataReport(len(lines), len(documents), bad, fingerprint)
 
 
-def refuse_or_skip(report: DataReport, bad_rows: str) -> None:
-    """Raise DataError on bad rows, or say in the log how many are left out."""
+def refuse_or_skip(report: DataReport, bad_rows: str, *, quiet: bool = False) -> None:
+    """Raise DataError on bad rows, or say in the log, unless quiet, how many are left out."""
     if not report.bad:
         return
     num_bad = report.num_bad_rows
@@ -324,7 +326,8 @@ def refuse_or_skip(report: DataReport, bad_rows: str) -> None:
             f"{summary}\n`pixelrag validate` lists all of them; "
             "`data.bad_rows: skip` trains without them."
         )
-    logger.warning("Skipping bad rows: %s\n`pixelrag validate` lists all of them.", summary)
+    if not quiet:
+        logger.warning("Skipping bad rows: %s\n`pixelrag validate` lists all of them.", summary)
 
 
 def names_of(paths: StrPath | Sequence[StrPath]) -> list[str]:

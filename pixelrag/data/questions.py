@@ -68,6 +68,7 @@ class QuestionDataset:
         paths: the files.
         bad_rows: "error" refuses to start on a bad row, "skip" leaves bad rows out and says so.
         passages: the knowledge base; with it, a passage id that it does not have is a fault.
+        quiet: nothing is logged of bad rows that are left out; the caller tells of them.
 
     Attributes:
         rows: the questions.
@@ -86,6 +87,7 @@ class QuestionDataset:
         bad_rows: Literal["error", "skip"] = "error",
         *,
         passages: PassageStore | None = None,
+        quiet: bool = False,
     ) -> None:
         if bad_rows not in ("error", "skip"):
             raise ConfigError(f"data.bad_rows: got {bad_rows!r}, expected 'error' or 'skip'")
@@ -117,7 +119,7 @@ class QuestionDataset:
             digest.update(b"\x00")  # so that a line moved from one file to the next is noticed
         known = {identity for question in self.rows for identity in question.passage_ids}
         self.report = DataReport(num_rows, len(known), bad, digest.hexdigest())
-        refuse_or_skip(self.report, bad_rows)
+        refuse_or_skip(self.report, bad_rows, quiet=quiet)
 
     def __len__(self) -> int:
         return len(self.rows)

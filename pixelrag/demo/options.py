@@ -6,10 +6,12 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pixelrag.arguments import Parser
 
-def parser_of(demo: str, description: str | None) -> argparse.ArgumentParser:
+
+def parser_of(demo: str, description: str | None) -> Parser:
     """A parser that knows `--output`, to which a demo may add its own words."""
-    parser = argparse.ArgumentParser(prog=f"pixelrag demo {demo}", description=description)
+    parser = Parser(prog=f"pixelrag demo {demo}", description=description)
     folder = Path(f"runs/demo-{demo}")
     parser.add_argument(
         "--output", type=Path, default=folder,
@@ -19,7 +21,7 @@ def parser_of(demo: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def parsed(
-    parser: argparse.ArgumentParser,
+    parser: Parser,
     numbers: Mapping[str, tuple[int, str]],
     argv: Sequence[str],
 ) -> argparse.Namespace:
@@ -31,5 +33,5 @@ def parsed(
     options = parser.parse_args(list(argv))
     for name in numbers:
         if (value := getattr(options, name.replace("-", "_"))) < 1:
-            parser.error(f"argument --{name}: got {value}, expected at least 1")
+            parser.error(f"--{name}: got {value}, expected at least 1")
     return options

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from pixelrag.arguments import Parser
 from pixelrag.console import say
 
 
@@ -15,7 +15,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         DataError: a file cannot be read, or the queries are not the same.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="pixelrag compare",
         description="Compare what was measured of the same queries: means, the paired 95 % "
         "bootstrap interval of their difference, and the p value of a paired randomisation test.",

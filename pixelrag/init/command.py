@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import tempfile
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
 
+from pixelrag.arguments import Parser
 from pixelrag.config.base import JobConfig, load
 from pixelrag.config.flags import parse_flags
 from pixelrag.config.jobs import JOBS, config_class
@@ -18,11 +17,6 @@ from pixelrag.config.problems import report
 from pixelrag.console import say
 from pixelrag.errors import ConfigError
 from pixelrag.init.starter import Choice, override, render
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"pixelrag init: {message}; see pixelrag init --help")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
         DataError: a data file cannot be used for this job; names file and line.
         ModelError: a model that was asked for is not there.
     """
-    parser = _Parser(
+    parser = Parser(
         prog="pixelrag init",
         description="Write a commented starter configuration for your own files, after a look at "
         "them. Further options of the job (--SECTION.OPTION VALUE) are taken into it.",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pixelrag.data.lines import NUM_LISTED, BadRow, listing, parsed_lines
+from pixelrag.data.lines import BOM, NUM_LISTED, BadRow, listing, parsed_lines
 from pixelrag.data.schema import RowError, kind_of
 from pixelrag.errors import DataError
 
@@ -50,8 +51,9 @@ def kind_of_file(path: str, wanted: Sequence[str]) -> str:
         DataError: the file cannot be read, has no rows, or begins with a row of no wanted kind.
     """
     for line, value in parsed_lines(path, lambda value, file, line: value):
-        if isinstance(value, RowError):
-            raise value
+        if not isinstance(value, dict):
+            got = value if isinstance(value, RowError) else f"{path}:{line}: got {kind_of(value)}"
+            raise DataError(f"{got}; {_form(path)}")
         kind = kind_of_row(value)
         if kind is None or kind not in wanted:
             raise DataError(f"{path}:{line}: {_unlike(value, kind, wanted)}")
@@ -107,10 +109,27 @@ def count(number: int, thing: str) -> str:
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
-def _unlike(value: object, kind: str | None, wanted: Sequence[str]) -> str:
+def _form(path: str) -> str:
+    """What a file should be, and how a CSV file or an array becomes it."""
+    expected = "expected JSONL, one JSON object a line"
+    suffix = Path(path).suffix.lower()
+    lines = str(Path(path).with_name(f"{Path(path).stem}-rows.jsonl"))  # not the file itself
+    with open(path, "rb") as stream:
+        is_array = stream.read(1024).removeprefix(BOM).lstrip().startswith(b"[")
+    if is_array:
+        return (
+            f"{expected}; of a JSON array: jq -c '.[]' {shlex.quote(path)} > {shlex.quote(lines)}"
+        )
+    if suffix in (".csv", ".tsv"):
+        table = f"pandas.read_csv({path!r}, sep=None, engine='python')"
+        return f"{expected}; of a table: {table}.to_json({lines!r}, orient='records', lines=True)"
+    return expected
+
+
+def _unlike(value: Any, kind: str | None, wanted: Sequence[str]) -> str:
     expected = " or ".join(KINDS[name] for name in wanted)
     if kind is None:
-        keys = ", ".join(list(map(str, value))[:12]) if isinstance(value, dict) else kind_of(value)
+        keys = ", ".join(list(map(str, value))[:12])
         return f"expected {expected}; got {keys or 'no key at all'}"
     job = _JOBS[kind]
     hint = "" if job == _JOBS[wanted[0]] else f"; that is for pixelrag init {job}"

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from pixelrag.arguments import Parser
+
 if TYPE_CHECKING:
     from pixelrag.launch_check.probe import Report
 
@@ -19,7 +21,7 @@ MAX_SKEW_MS = 1000.0
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command's own options."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="pixelrag launch-check",
         description="Start it under the launcher of the run: every rank reports host, device, "
         "driver, versions, free memory, clock, the paths it sees, and the cost of collectives. "
@@ -38,7 +40,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print one JSON object a rank")
     options = parser.parse_args(list(argv))
     if options.message_mib < 1:
-        parser.error(f"argument --message-mib: got {options.message_mib}, expected at least 1")
+        parser.error(f"--message-mib: got {options.message_mib}, expected at least 1")
     return options
 
 

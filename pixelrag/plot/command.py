@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
+from pixelrag.arguments import Parser
 from pixelrag.console import say
 from pixelrag.errors import ConfigError
 
@@ -18,11 +18,6 @@ _SUFFIXES = (".html", ".png")
 _COLUMNS = 2
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"pixelrag plot: {message}; see pixelrag plot --help")
-
-
 def main(argv: Sequence[str]) -> int:
     """Draw runs; returns the exit code.
 
@@ -31,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
             written.
         DataError: a run is not there or its record is broken; names file and line.
     """
-    parser = _Parser(
+    parser = Parser(
         prog="pixelrag plot",
         description="Draw what runs have logged (loss, held-out figures, tokens a second, memory, "
         "the index's lag) over their steps, runs over each other, on one page that needs nothing "

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+from pixelrag.arguments import Parser
 from pixelrag.errors import ProvenanceError
 from pixelrag.provenance.artifact import Artifact, disagreements, read_artifact
 
@@ -19,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ProvenanceError: one is not known, is not whole, or two do not belong together.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="pixelrag inspect",
         description="Say what a folder is: a checkpoint, run, model, adapter, index generation or "
         "teacher cache; with two, whether they belong together. Exit code 9 where one is not "
@@ -58,9 +59,17 @@ def _compare(one: Artifact, other: Artifact) -> None:
 def _as_text(artifact: Artifact) -> str:
     width = max((len(name) for name in (*artifact.facts, *artifact.marks)), default=0)
     lines = [f"{artifact.path}: {artifact.kind}"]
-    lines += [f"  {name:<{width}}  {value}" for name, value in artifact.facts.items()]
-    lines += [f"  {name:<{width}}  {value}  (mark)" for name, value in artifact.marks.items()]
+    lines += [f"  {name:<{width}}  {_in_words(value)}" for name, value in artifact.facts.items()]
+    if artifact.marks:
+        lines.append("  the same in what belongs together:")
+    lines += [f"  {name:<{width}}  {value}" for name, value in artifact.marks.items()]
     return "\n".join(lines) + "\n"
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, Mapping):  # a figure by its name
+        return ", ".join(f"{name} {_in_words(item)}" for name, item in value.items())
+    return "none" if value is None else str(value)
 
 
 def _as_json(artifact: Artifact) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from pixelrag.arguments import Parser
 from pixelrag.console import say
 
 FORMS = ("hf", "adapter", "merged", "sentence-transformers")
@@ -18,7 +18,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         PixelragError: see `pixelrag.train.export.export`.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="pixelrag export",
         description="Write a checkpoint, best/ or last/ of a run as a folder for other tools. "
         "Needs no GPU, and holds the model in memory once.",

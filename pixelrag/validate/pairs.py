@@ -97,7 +97,7 @@ def _check_rows(config: ContrastiveConfig, part: Part, path: str, found: _Found)
     usable = report.num_rows > report.num_bad_rows
     images: list[str] = []
     if usable:
-        rows = PairDataset(files, "skip", report=report, **options)
+        rows = PairDataset(files, "skip", report=report, quiet=True, **options)
         images = list(images_in_text(rows)) if of_text else []
         found.rows.setdefault(part, []).append(rows)
     for fault in images:

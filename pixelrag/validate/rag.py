@@ -77,7 +77,7 @@ def _say_cluster(config: RagConfig, encoders: OnRay | None) -> None:
 
 
 def _questions(paths: list[str], passages: PassageStore | None) -> QuestionDataset:
-    found = QuestionDataset(paths, "skip", passages=passages)
+    found = QuestionDataset(paths, "skip", passages=passages, quiet=True)
     for bad in found.report.bad:
         say(f"{bad.file}:{bad.line}: {bad.reason}")
     say(

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from pixelrag.arguments import Parser
 from pixelrag.console import say
 from pixelrag.verify.cases import BARS, ENGINES, MODALITIES, Case, build_matrix
 
@@ -19,7 +20,7 @@ WORKER = "pixelrag.verify.worker:run_cases"
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command's own options."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="pixelrag verify",
         description="Compare the gradients of every engine with one float64 process that holds "
         "the whole global batch. Exit code 1 where a case misses its bar.",
@@ -45,13 +46,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     options = parser.parse_args(list(argv))
     if options.nproc < 1:
-        parser.error(f"argument --nproc: got {options.nproc}, expected at least 1")
+        parser.error(f"--nproc: got {options.nproc}, expected at least 1")
     engines = options.engine or [
         e for e in ENGINES if options.params != "sharded" or e in ("zero3", "fsdp2")
     ]
     unable = [e for e in engines if options.params == "sharded" and e not in ("zero3", "fsdp2")]
     if unable:
-        parser.error(f"argument --params: sharded, but {', '.join(unable)} replicates parameters")
+        parser.error(f"--params: sharded, but {', '.join(unable)} replicates parameters")
     options.engine = list(dict.fromkeys(engines))
     return options
 

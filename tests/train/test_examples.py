@@ -2,8 +2,11 @@
 
 import importlib.util
 import json
+import runpy
 from pathlib import Path
 from types import ModuleType
+
+import pytest
 
 from pixelrag.cli import main
 from tests.train import nursery
@@ -32,6 +35,14 @@ def test_there_is_one_for_each_job_in_under_30_lines():
     found = {path.stem: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
     assert found.keys() == {"contrastive", "distill", "rag"}
     assert max(found.values()) < 30
+
+
+@pytest.mark.parametrize("name", ["contrastive", "distill", "rag"])
+def test_without_arguments_it_says_which(name, monkeypatch):
+    monkeypatch.setattr("sys.argv", [f"{name}.py"])
+    with pytest.raises(SystemExit, match=rf"python examples/{name}\.py [A-Z. jsonl]+$") as stopped:
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    assert "\n" not in stopped.value.code
 
 
 def test_contrastive(shelf, tmp_path):

@@ -178,6 +178,24 @@ def test_wrong_files_are_named_by_line(job, rows, expected, here, capsys):
     assert not Path("config.yaml").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "hint"),
+    [
+        ("a.csv", "query,passage\na,b\n", "of a table: pandas.read_csv('a.csv', sep=None, "),
+        ("a.json", '[{"query": "a"}]', "of a JSON array: jq -c '.[]' a.json > a-rows.jsonl"),
+        ("a.json", '[\n{"query": "a"}]', "of a JSON array: jq -c '.[]' a.json > a-rows.jsonl"),
+        ("a.txt", "words\n", "expected JSONL, one JSON object a line\n"),
+    ],
+)
+def test_files_of_another_form_are_told_what_they_should_be(name, content, hint, here, capsys):
+    Path(name).write_text(content)
+    assert main(["init", "contrastive", "--data", name]) == 3
+    told = capsys.readouterr().err
+    assert f"{name}:1: " in told
+    assert "; expected JSONL, one JSON object a line" in told
+    assert hint in told
+
+
 def test_a_model_that_is_not_there_leaves_lengths_guessed(here, monkeypatch, capsys):
     """Unless it was asked for: that is the user's to mend."""
     from pixelrag.init import shared
@@ -227,4 +245,4 @@ def test_the_command_line(here, capsys):
     assert main(["init", "contrastive"]) == 2
     assert "--data" in capsys.readouterr().err
     assert main(["init", "other", "--data", "x"]) == 2
-    assert "invalid choice: 'other'" in capsys.readouterr().err
+    assert "job: got 'other', expected one of contrastive" in capsys.readouterr().err

@@ -59,3 +59,12 @@ def test_what_the_models_lack_is_found(more, code, told, validate, library):
     found, lines = validate(*(word.format(library=library) for word in more))
     assert (found, lines[-1]) == (code, "not valid")
     assert told in "\n".join(lines)
+
+
+def test_bad_questions_are_named_once(validate, tmp_path, caplog):
+    rows = tmp_path / "questions.jsonl"
+    rows.write_text('{"question": "a", "answer": "b"}\n{\n')
+    code, lines = validate(f"--data.train={rows}")
+    assert (code, lines[-1]) == (3, "not valid")
+    assert sum("questions.jsonl:2: " in line for line in lines) == 1
+    assert not [text for text in caplog.messages if "bad rows" in text]

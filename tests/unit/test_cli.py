@@ -172,6 +172,24 @@ def test_a_reader_that_goes_away_is_no_error():
     assert shown.stdout.strip() == "141"
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("export a --to onnx --output b", "export: --to: got 'onnx', expected one of hf, adapter"),
+        ("verify --nproc two", "verify: --nproc: got 'two', expected a whole number"),
+        ("launch-check --timeout", "launch-check: --timeout: got no value, expected one"),
+        ("inspect", "inspect: got too few arguments, expected also path"),
+        ("compare a b --c", "compare: got --c, expected no such argument; see pixelrag compare"),
+        ("demo rag --seeds 0", "demo rag: --seeds: got 0, expected at least 1"),
+    ],
+)
+def test_every_command_says_what_it_got_and_expected(words, told, capsys):
+    assert cli.main(words.split()) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"pixelrag: error: pixelrag {told}")
+    assert "usage:" not in shown
+
+
 def test_demo_wants_a_known_job():
     shown = run("demo", "contrastve")
     assert shown.returncode == 2

@@ -105,7 +105,7 @@ def test_a_picture_holds_every_chart(record):
         (["gone"], 3, "gone is no run: it has no metrics.jsonl"),
         (["run", "./run"], 3, "a run is named twice: run, run"),
         (["run", "--output", "no/x.html"], 2, "--output no/x.html cannot be written"),
-        ([], 2, "pixelrag plot: the following arguments are required: run"),
+        ([], 2, "pixelrag plot: got too few arguments, expected also run"),
     ],
 )
 def test_what_cannot_be_drawn_is_said(words, code, told, record, capsys):

@@ -1,6 +1,7 @@
 """`pixelrag inspect`: every kind of artifact is told, and two that differ are kept apart."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -67,6 +68,14 @@ def test_a_run_shows_its_checkpoints(tmp_path, capsys):
     assert told["kind"] == "run"
     assert told["facts"]["checkpoints"] == "checkpoint-3"
     assert told["marks"]["configuration"] == "c1"
+    best = {"eval/ndcg@10": 0.5}
+    summary = {"step": 3, "best": best, "engine": "ddp", "world_size": 1, "seconds": None}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    assert main(["inspect", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"\n  best +eval/ndcg@10 0\.5\n", shown)
+    assert re.search(r"\n  seconds +none\n  the same in what belongs together:\n  conf", shown)
+    assert not set("{}()") & set(shown.partition("\n")[2])
 
 
 def test_two_that_belong_together(tmp_path, capsys):

@@ -46,7 +46,7 @@ def test_good_rows(rows, capsys):
     assert lines[-1] == "valid"
 
 
-def test_each_bad_row_is_named(rows, capsys):
+def test_each_bad_row_is_named_once(rows, capsys, caplog):
     good = {"query": "a", "passage": "b"}
     rows(
         "t.jsonl", good, "{", {"query": " ", "passage": "b"}, {"query": "x", "chunk_path": "no.png"}
@@ -56,6 +56,7 @@ def test_each_bad_row_is_named(rows, capsys):
     out = capsys.readouterr().out
     for place in ("t.jsonl:2: ", "t.jsonl:3: ", "t.jsonl:4: ", "e.jsonl:1: "):
         assert sum(line.startswith(place) for line in out.splitlines()) == 1, place
+    assert not caplog.messages
     assert "no.png" in out
     assert "gone.jsonl" in out
     assert "t.jsonl: 4 rows, 1 distinct documents, 3 bad rows" in out

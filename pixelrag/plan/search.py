@@ -78,6 +78,11 @@ def size_option(config: JobConfig) -> str:
     return "chunk_size" if isinstance(config, ContrastiveConfig) else "generator_chunk_size"
 
 
+def is_whole(config: JobConfig, world_size: int) -> bool:
+    """Whether the chunk or micro-batch is all that a rank has in a step: none can be larger."""
+    return _now(config) >= _rows(config, world_size)
+
+
 def largest(config: JobConfig, cluster: Cluster, lengths: Lengths) -> Alternative | None:
     """The job with the largest chunk or micro-batch that fits; None where not even one row does.
 
@@ -105,17 +110,22 @@ def _now(config: JobConfig) -> int:
     return 1 if value == "auto" else value
 
 
+def _rows(config: JobConfig, world_size: int) -> int:
+    """What a rank has in a step: rows, or prompts of a RAG job."""
+    rows = -(-config.batch.rows(world_size) // world_size)
+    return rows * (config.retrieval.k if size_option(config) == "generator_chunk_size" else 1)
+
+
 def _sizes(config: JobConfig, world_size: int) -> Sequence[tuple[int, JobConfig]]:
     """The configured size, its halves, and its doubles up to all that a rank has in a step."""
     batch, option, now = config.batch, size_option(config), _now(config)
     if getattr(batch, option) == "auto":
         return [(now, config)]
-    rows = -(-batch.rows(world_size) // world_size)
+    rows = _rows(config, world_size)
     if isinstance(config, DistillConfig):
         sizes = [size for size in range(1, rows + 1) if rows % size == 0]
         updates = [{option: n, "gradient_accumulation_steps": rows // n} for n in sizes]
     else:
-        rows *= 1 if option == "chunk_size" else config.retrieval.k
         halves = [now >> i for i in range(now.bit_length()) if now >> i]
         doubles = [now << i for i in range(1, 32) if now << i < 2 * rows]
         sizes = sorted([*halves, *doubles])

@@ -8,7 +8,7 @@ from pixelrag.config.base import JobConfig
 from pixelrag.config.distill import DistillConfig
 from pixelrag.plan.hardware import Cluster
 from pixelrag.plan.prediction import Prediction
-from pixelrag.plan.search import Alternative, size_option
+from pixelrag.plan.search import Alternative, is_whole, size_option
 
 GIB = 1 << 30
 
@@ -82,9 +82,10 @@ def suggested(best: Alternative | None, cluster: Cluster, mfu: float) -> list[st
     if best is None:
         return ["", "not even one row at a time fits: take more devices, or larger ones"]
     found, option = best.prediction, size_option(best.config)
+    whole = "the whole batch of a rank; " if is_whole(best.config, cluster.world_size) else ""
     return [
         "",
         f"largest batch.{option} that fits: {getattr(best.config.batch, option)} "
-        f"({found.peak / GIB:,.3f} GiB, at most {best.rate(cluster, mfu):,.0f} tokens/s)",
+        f"({whole}{found.peak / GIB:,.3f} GiB, at most {best.rate(cluster, mfu):,.0f} tokens/s)",
         f"suggested: {' '.join(best.flags())}",
     ]

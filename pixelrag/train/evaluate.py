@@ -52,6 +52,7 @@ from pixelrag.train.text_file import require_writable
 RUN_DEPTH = 100
 # What only a retriever's evaluation can give.
 _RETRIEVER_ONLY = ("baseline", "run_file", "qrels_file", "gallery")
+_PAGES = ("gallery", "samples")
 _NAMES_DOCUMENTS = ("run_file", "qrels_file", "gallery")
 
 
@@ -150,6 +151,9 @@ def _refuse(config: ContrastiveConfig | DistillConfig | RagConfig, own: Mapping[
             raise ConfigError(
                 f"{', '.join(asked)}: needs data.eval, and eval.retrieval true, to rank documents"
             )
+    for name in _PAGES:
+        if name in own and not own[name].endswith(".html"):
+            raise ConfigError(f"--{name}: got {own[name]}, expected a name that ends in .html")
     if "samples" in own and not isinstance(config, DistillConfig):
         raise ConfigError("--samples: only a student writes samples; leave it out")
     if "answers" not in own:
@@ -260,6 +264,7 @@ def _write(text: str, flag: str, own: Mapping[str, str]) -> None:
         put_text(path, text)
     except OSError as error:
         raise CheckpointError(f"--{flag} {path}: cannot be written: {error.strerror}") from error
+    say(f"wrote {path}")
 
 
 def _gallery(found: RetrieverEvaluation) -> str:
@@ -271,3 +276,4 @@ def _show(evaluation: RagEvaluation, folder: Path) -> None:
     rows = list(answer_rows(evaluation.answered, evaluation.passages))
     title = f"{len(rows)} held-out questions"
     write_answers(folder, rows, evaluation.figures, title=title)
+    say(f"wrote {folder}/answers.jsonl and {folder}/answers.html")

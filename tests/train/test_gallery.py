@@ -56,6 +56,7 @@ def test_eval_writes_it_with_its_tiles(tmp_path: Path, base, shelf, capsys):
     out, page = tmp_path / "out.json", tmp_path / "gallery.html"
     flags = ["--output", str(out), "--gallery", str(page)]
     assert main([*command(tmp_path, config, "eval"), *flags]) == 0
+    assert capsys.readouterr().out.endswith(f"\nwrote {out}\nwrote {page}\n")
     text = page.read_text()
     figures = json.loads(out.read_text())
     first = [int(rank) for rank in re.findall("first relevant document at (\\d+)<", text)]
@@ -70,3 +71,10 @@ def test_eval_writes_it_with_its_tiles(tmp_path: Path, base, shelf, capsys):
 def test_it_is_for_retrievers(tmp_path, lesson, capsys):
     assert main([*command(tmp_path, lesson, "eval"), "--gallery", "x.html"]) == 2
     assert "--gallery: only for retrievers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "asks"), [("gallery", "what"), ("samples", "x.htm")])
+def test_a_page_ends_in_html(name, asks, tmp_path, base, capsys):
+    config = merged(base, {"data": {"eval": "rows.jsonl"}, "output_dir": str(tmp_path / "run")})
+    assert main([*command(tmp_path, config, "eval"), f"--{name}", asks]) == 2
+    assert f"--{name}: got {asks}, expected a name that ends in .html" in capsys.readouterr().err

@@ -75,7 +75,7 @@ def test_engines_are_compared_and_the_largest_chunk_is_found(flags, capsys) -> N
     taken = dict(re.findall(r"^  (\w+),.*? ([\d.]+) +[\d,]+$", compared, re.MULTILINE))
     assert set(taken) == {"ddp", "zero1", "zero2", "zero3", "fsdp2"}
     assert float(taken["fsdp2"]) <= float(taken["ddp"])
-    assert "largest batch.chunk_size that fits: 8 (" in compared
+    assert "largest batch.chunk_size that fits: 8 (the whole batch of a rank; " in compared
     suggestion = out.split("suggested: ")[1].split()
     assert {"--batch.per_device_batch_size=8", "--batch.chunk_size=8"} <= set(suggestion)
     load(ContrastiveConfig, [*flags[1:5], *suggestion])  # all are known
@@ -95,6 +95,7 @@ def test_the_largest_chunk_that_fits(
     assert config.batch.chunk_size == 4
     found = search.largest(config, Cluster(DEVICES["h200"], 1, 2, 1e9), Lengths())
     assert (None if found is None else found.config.batch.chunk_size) == chunk
+    assert found is None or search.is_whole(found.config, 2) == (chunk == 16)
 
 
 def test_micro_batches_are_divisors_of_a_ranks_rows(tmp_path: Path, monkeypatch) -> None:

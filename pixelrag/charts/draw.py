@@ -19,6 +19,7 @@ from itertools import cycle
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
+from pixelrag.charts.ticks import scale, spans_decade
 from pixelrag.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -149,7 +150,8 @@ def line_chart(
         title: above the chart.
         lines: at least one.
         x, y: what the axes show, with the unit.
-        log_x, log_y: logarithmic axes. Up to eight different x are the ticks.
+        log_x, log_y: logarithmic axes, where the values span a decade. Up to eight different x
+            are the ticks.
         from_zero: let y begin at 0, so that heights compare.
 
     Raises:
@@ -179,7 +181,8 @@ def line_chart(
                     line.mark, (line.marked, height), (0, 9), textcoords="offset points",
                     ha="center", color=colour,
                 )  # fmt: skip
-        _scale(axes, [v for line in lines for v in line.x], log_x, log_y)
+        xs, ys = ([v for line in lines for v in getattr(line, part)] for part in "xy")
+        scale(axes, xs, log_x and spans_decade(xs), log_y and spans_decade(ys))
         axes.margins(y=0.12)
         if from_zero:
             axes.set_ylim(bottom=0)
@@ -272,7 +275,7 @@ def histogram(
         for numbers, colour in zip(values.values(), _colours(), strict=False):
             axes.hist(numbers, edges, histtype="stepfilled", color=colour, alpha=0.25)
             axes.hist(numbers, edges, histtype="step", color=colour)
-        _scale(axes, edges, log_x, False)
+        scale(axes, edges, log_x, False)
         axes.set_xlabel(x)
         axes.set_ylabel(y)
 
@@ -323,28 +326,6 @@ def _by_variables(style: str) -> str:
     """A style attribute whose colours and fonts are those of the page."""
     style = re.sub(r"#[0-9a-f]{6}\b", lambda m: _VARIABLES.get(m[0], m[0]), style)
     return style.replace("'DejaVu Sans'", "system-ui, 'DejaVu Sans'")
-
-
-def _scale(axes: Axes, xs: Sequence[float], log_x: bool, log_y: bool) -> None:
-    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
-
-    axis_scales = ((axes.xaxis, axes.set_xscale, log_x), (axes.yaxis, axes.set_yscale, log_y))
-    for axis, set_scale, is_log in axis_scales:
-        if is_log:
-            set_scale("log")
-            axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=8))
-            axis.set_minor_locator(NullLocator())
-        axis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
-    if len(set(xs)) <= 8:
-        axes.xaxis.set_major_locator(FixedLocator(sorted(set(xs))))
-
-
-def _short(value: float) -> str:
-    """A tick's number: 12k, 3.5M, 0.002."""
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= size:
-            return f"{value / (1e3 if letter == 'k' else size):.4g}{letter}"
-    return f"{value:.4g}"
 
 
 def _check_line(title: str, line: Line, log_x: bool, log_y: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 _SUFFIXES = (".html", ".png")
 _COLUMNS = 2
+_MARGIN = 40  # pixels
 
 
 def main(argv: Sequence[str]) -> int:
@@ -47,12 +49,12 @@ def main(argv: Sequence[str]) -> int:
     from pixelrag.plot.figures import sections
 
     drawn = sections(runs)
+    title = f"{', '.join(run.name for run in runs)}: training"
     if output.suffix == ".html":
-        title = f"{', '.join(run.name for run in runs)}: training"
         content = page(title, drawn).encode()
     else:
         charts = [part for section in drawn for part in section.parts if isinstance(part, Chart)]
-        content = _sheet(charts)
+        content = _sheet(title, charts)
     from pixelrag.retrieval.durable import put
 
     try:
@@ -67,17 +69,23 @@ def _write(path: Path, content: bytes) -> None:
     path.write_bytes(content)
 
 
-def _sheet(charts: Sequence[Chart]) -> bytes:
-    """The charts side by side and below each other, as one PNG on white."""
-    from PIL import Image
+def _sheet(title: str, charts: Sequence[Chart]) -> bytes:
+    """The charts side by side and below each other under their title, as one PNG on white."""
+    import matplotlib
+    from PIL import Image, ImageDraw, ImageFont
 
     images = [Image.open(io.BytesIO(chart.png())) for chart in charts]
     width, height = max(i.width for i in images), max(i.height for i in images)
-    rows = -(-len(images) // _COLUMNS)
-    sheet = Image.new("RGB", (width * min(_COLUMNS, len(images)), height * rows), "white")
+    columns, rows = min(_COLUMNS, len(images)), -(-len(images) // _COLUMNS)
+    font = ImageFont.truetype(Path(matplotlib.get_data_path(), "fonts/ttf/DejaVuSans.ttf"), 28)
+    heading = textwrap.wrap(title, 45 * columns)
+    top = _MARGIN * 2 + 36 * len(heading)
+    size = (width * columns + 2 * _MARGIN, top + height * rows + _MARGIN)
+    sheet = Image.new("RGB", size, "white")
+    ImageDraw.Draw(sheet).text((_MARGIN, _MARGIN), "\n".join(heading), fill="#1d2127", font=font)
     for number, image in enumerate(images):
         row, column = divmod(number, _COLUMNS)
-        sheet.paste(image, (column * width, row * height))
+        sheet.paste(image, (_MARGIN + column * width, top + row * height))
     written = io.BytesIO()
     sheet.save(written, "PNG")
     return written.getvalue()

@@ -22,6 +22,7 @@ from pixelrag.charts import (
     page,
 )
 from pixelrag.charts.draw import PALETTE
+from pixelrag.charts.ticks import tick_texts
 from pixelrag.errors import ConfigError, DataError
 
 CHUNKS = [64, 256, 1024]
@@ -54,6 +55,22 @@ def test_a_line_chart_says_what_it_shows_and_takes_the_colours_of_the_page():
     assert Image.open(io.BytesIO(chart.png(100))).size == (500, 290)
     zero = line_chart("Heights", LINES, x="chunk", y="tokens/s", from_zero=True)
     assert zero._figure.axes[0].get_ylim()[0] == 0 < chart._figure.axes[0].get_ylim()[0]
+
+
+def test_ticks_tell_their_values_apart():
+    assert tick_texts([0.06996, 0.069975, 0.06999]) == ["0.06996", "0.069975", "0.06999"]
+    assert tick_texts([1000.0, 20_000.0, 3e6]) == ["1000", "20k", "3M"]
+    assert tick_texts([0.5]) == ["0.5"]
+    steps = list(range(1, 13))
+    chart = line_chart("t", [Line("a", steps, [5.7 + 0.4 * n for n in steps])], x="x", y="y",
+                       log_y=True)  # fmt: skip
+    (axes,) = chart._figure.axes
+    assert axes.get_yscale() == "linear"  # 6.1 to 10.5 is less than a decade
+    assert all(float(tick).is_integer() for tick in axes.get_xticks())
+    low, high = axes.get_ylim()
+    assert sum(low <= tick <= high for tick in axes.get_yticks()) >= 3
+    decade = line_chart("t", [Line("a", [1, 2], [1.0, 10.0])], x="x", y="y", log_y=True)
+    assert decade._figure.axes[0].get_yscale() == "log"
 
 
 def test_bars_and_histograms_lose_nothing():

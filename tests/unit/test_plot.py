@@ -5,6 +5,7 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -93,8 +94,12 @@ def test_a_picture_holds_every_chart(record):
     run = str(record("run", *steps(2, 4)))
     assert main(["plot", run, "--output", "run.png"]) == 0
     picture = Image.open(io.BytesIO(Path("run.png").read_bytes()))
-    # Two charts, of loss and of tokens, side by side.
-    assert picture.width == pytest.approx(2 * 5 * 160, rel=0.02)
+    # Two charts, of loss and of tokens, side by side, in a margin and below the run's name.
+    assert picture.width == pytest.approx(2 * 5 * 160 + 2 * 40, rel=0.02)
+    grey = np.asarray(picture.convert("L"))
+    margins = (grey[:40], grey[-40:], grey[:, :40], grey[:, -40:])
+    assert [part.min() for part in margins] == [255] * 4
+    assert grey[40:76, 40:200].min() < 100
     assert picture.height < picture.width / 2
 
 

@@ -345,7 +345,11 @@ def test_what_was_exported_is_evaluated(alone: Results, folder: Path, tmp_path: 
     with nursery.warm_background():
         assert cli.main(["eval", "rag", "--config", str(run / "config.yaml"), *flags]) == 0
     written = json.loads((tmp_path / "figures.json").read_text())
-    assert f"eval/em          {written['figures']['eval/em']:.4f}" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert f"eval/em          {written['figures']['eval/em']:.4f}" in told
+    answers = tmp_path / "answers"
+    assert f"\nwrote {tmp_path / 'figures.json'}\n" in told
+    assert f"\nwrote {answers}/answers.jsonl and {answers}/answers.html\n" in told
     assert set(written["figures"]) == {k for k in alone["whole"][0]["eval"] if "eval/" in k}
     # At the end of the run the index in use lagged by a step.
     for k in (1, 5):

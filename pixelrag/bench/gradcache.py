@@ -12,7 +12,9 @@ are those of one forward and backward of every row, counted on a chunk of the mo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
+from typing import cast
 
 import torch
 
@@ -32,7 +34,7 @@ from pixelrag.bench.rows import Case, Row
 from pixelrag.config.bench import GradCacheConfig, GradCacheWork
 from pixelrag.engine import Engine, build_engine
 from pixelrag.gradcache import gradcache_step, split_batch
-from pixelrag.gradcache.keep import Keeper
+from pixelrag.gradcache.keep import Keeper, Replay
 from pixelrag.losses.contrastive import Objective, contrastive_loss, whole_batch
 from pixelrag.losses.temperature import scale_from_log
 from pixelrag.models.biencoder import BiEncoder
@@ -48,8 +50,12 @@ def groups(config: GradCacheConfig) -> list[list[Case]]:
     def cases(tower: str, batch: int, chunk: int) -> list[Case]:
         first = chunk == work.chunks[0] and batch <= work.plain_up_to
         return [
-            {"tower": tower, "batch": batch, "chunk": batch if way == "plain" else chunk}
-            | {"replay": way}
+            {
+                "tower": tower,
+                "batch": batch,
+                "chunk": batch if way == "plain" else chunk,
+                "replay": way,
+            }
             for way in work.replay
             if way != "plain" or first
         ]
@@ -81,9 +87,13 @@ def prepare(
     tokens = int(queries["attention_mask"].sum() + documents["attention_mask"].sum())
     smallest = min(int(case["chunk"]) for case in cases)
     flops = 0.0
+
+    def differentiate(role: str, chunk: Batch) -> None:
+        module(role, **chunk)[0].sum().backward()
+
     for role, batch in (("query", queries), ("document", documents)):
         chunk = split_batch(batch, smallest)[0]
-        of_chunk = count_flops(lambda r=role, c=chunk: module(r, **c)[0].sum().backward())
+        of_chunk = count_flops(partial(differentiate, role, chunk))
         flops += of_chunk / len(chunk["attention_mask"]) * size
     module.zero_grad(set_to_none=True)
     engine = build_engine(module, adamw, device=device, precision=work.precision)
@@ -121,7 +131,9 @@ def step_of(case: Case, engine: Engine, queries: Batch, documents: Batch) -> Cal
     """One whole step of a case."""
     chunk, replay = int(case["chunk"]), case["replay"]
     half = -(-len(queries["attention_mask"]) // chunk)  # of queries' and documents' chunks together
-    keeper = Keeper(half if replay == "half" else str(replay)) if replay != "plain" else None
+    keeper = None
+    if replay != "plain":
+        keeper = Keeper(half if replay == "half" else cast(Replay, replay))
 
     def step() -> None:
         if keeper is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypedDict, cast
+
 import torch
 from torch import nn
 from transformers import (
@@ -19,6 +21,7 @@ from pixelrag.models.attention import choose_causal_attention
 from pixelrag.models.biencoder import BiEncoder
 from pixelrag.models.causal import CausalLM
 from pixelrag.models.load import quiet
+from pixelrag.models.pooling import PoolingMode
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LEARNING_RATE = 2e-5
@@ -29,9 +32,22 @@ FIRST_WORD = 4
 _MAX_LENGTH = 32_768
 
 
+class _Sizes(TypedDict):
+    """What both architectures' configurations take by the same names."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    intermediate_size: int
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    use_cache: bool
+
+
 def text_config(sizes: TextModel) -> PretrainedConfig:
     """The architecture's configuration; no dropout."""
-    common = {
+    common: _Sizes = {
         "vocab_size": sizes.vocab_size,
         "hidden_size": sizes.hidden_size,
         "num_hidden_layers": sizes.num_layers,
@@ -42,8 +58,7 @@ def text_config(sizes: TextModel) -> PretrainedConfig:
         "use_cache": False,
     }
     if sizes.kind == "bert":
-        none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        return BertConfig(**common, **none)
+        return BertConfig(**common, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     return Qwen3Config(
         **common, num_key_value_heads=sizes.num_kv_heads, head_dim=sizes.head_dim, pad_token_id=0
     )
@@ -59,8 +74,10 @@ def vision_config(text: TextModel, vision: VisionModel) -> Qwen3VLConfig:
         "mrope_section": [text.head_dim // 2 - 2 * part, part, part],
         "mrope_interleaved": True,
     }
-    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-    names += ("num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings")
+    names = (
+        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings",
+    )  # fmt: skip
     return Qwen3VLConfig(
         text_config={name: inner[name] for name in names} | {"rope_parameters": rope},
         vision_config={
@@ -88,7 +105,7 @@ def biencoder(config: PretrainedConfig, device: torch.device) -> BiEncoder:
     with torch.device(device), quiet():
         torch.manual_seed(0)
         model = AutoModel.from_config(config, attn_implementation="sdpa", **options)
-        pooling = "mean" if config.model_type == "bert" else "last"
+        pooling: PoolingMode = "mean" if config.model_type == "bert" else "last"
         return BiEncoder(Embedder(model, pooling)).train()
 
 
@@ -115,7 +132,8 @@ def causal(
         ModelError: the attention cannot run here.
     """
     config = text_config(sizes)
-    model_class = AutoModelForCausalLM._model_mapping[type(config)]
+    # transformers says a tuple, which a tokenizer's entry is; a model's is its class.
+    model_class = cast(type, AutoModelForCausalLM._model_mapping[type(config)])
     chosen = choose_causal_attention(
         attention, model_class, config,
         half_precision=half_precision, cuda=device.type == "cuda", setting=setting,

@@ -12,6 +12,7 @@ All compute in fp32 with dropout on, clip alike and step AdamW.
 
 from __future__ import annotations
 
+import math
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -71,7 +72,7 @@ class Candidate:
 
     module: nn.Module
     gradient: Callable[[], float]
-    update: Callable[[], None]
+    update: Callable[[], object]
 
     def step(self) -> None:
         """One whole step."""
@@ -95,7 +96,7 @@ def prepare(
     candidates = {name: CANDIDATES[name](work) for name in names}
     found = compare_gradients(candidates)
     tokens = num_tokens(work)
-    return [Ready(candidates[name].step, tokens, figures=lambda n=name: found[n]) for name in names]
+    return [Ready(candidates[name].step, tokens, figures=found[name].copy) for name in names]
 
 
 def compare_gradients(candidates: Mapping[str, Candidate]) -> dict[str, dict[str, float]]:
@@ -123,7 +124,7 @@ def compare_gradients(candidates: Mapping[str, Candidate]) -> dict[str, dict[str
         pairs = list(zip(gradients, reference, strict=True))
         wrong = sum(((got - wanted).double() ** 2).sum() for got, wanted in pairs)
         whole = sum((wanted.double() ** 2).sum() for _, wanted in pairs)
-        error = float((wrong / whole).sqrt())
+        error = math.sqrt(float(wrong / whole))
         found[name] = {"loss": loss, "gradient_error": error}
         if not error <= SAME_WORK:
             raise EngineError(

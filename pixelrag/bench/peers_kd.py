@@ -28,7 +28,7 @@ from pixelrag.bench.kd_chunk import Inputs, make_inputs
 from pixelrag.bench.models import DTYPES
 from pixelrag.bench.rows import Case
 from pixelrag.config.bench import KDChunkWork, PeersConfig
-from pixelrag.losses.kd import Head, Objective, Projected, distill_loss
+from pixelrag.losses.kd import Head, Objective, Precision, Projected, distill_loss
 
 TEMPERATURE = 2.0
 CE_WEIGHTS = {"mixture": 0.3, "kl": 0.0}
@@ -113,7 +113,9 @@ def _logit_loss(
     return ce_weight * ce + (1 - ce_weight) * kd
 
 
-def ours(x: Inputs, ce_weight: float, chunk: int, *, precision: str = "exact") -> torch.Tensor:
+def ours(
+    x: Inputs, ce_weight: float, chunk: int, *, precision: Precision = "exact"
+) -> torch.Tensor:
     """This project's."""
     return distill_loss(
         Projected(x["h"], Head(x["w"])), Projected(x["ht"], Head(x["wt"])), x["labels"],

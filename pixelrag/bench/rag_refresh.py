@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -59,7 +60,7 @@ def measure(config: RefreshConfig, cases: Sequence[Case]) -> Iterator[Row]:
             "most_age_steps": float(max(ages)),
             "questions_per_second": config.work.global_batch * len(wall) / sum(wall),
         }
-        made = Ready(lambda: None, figures=lambda found=figures: found)
+        made = Ready(lambda: None, figures=figures.copy)
         yield row_of(SUITE, case, made, Taken(wall, cpu), device)
 
 
@@ -98,11 +99,8 @@ def worker(world: World, payload: dict[str, Any]) -> list[dict[str, Any]]:
             taken.append({"phase": phase, "wall": wall, "cpu": cpu, "age": switch.age(number)})
         return figures
 
-    loop.Loop._step = timed
-    try:
+    with mock.patch.object(loop.Loop, "_step", timed):
         rag.train(load(RagConfig, job_flags(config, folder, world))[0], world)
-    finally:
-        loop.Loop._step = step
     return taken
 
 

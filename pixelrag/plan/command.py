@@ -8,15 +8,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
-from pixelrag.config.base import JobConfig
 from pixelrag.console import say
 from pixelrag.errors import ConfigError
 from pixelrag.plan.hardware import Cluster, device_named
+from pixelrag.plan.jobs import PlannedConfig
 
 T = TypeVar("T", int, float)
+Default = TypeVar("Default")
 
 
-def main(config: JobConfig, own: Mapping[str, str]) -> int:
+def main(config: PlannedConfig, own: Mapping[str, str]) -> int:
     """Print the plan; returns the exit code.
 
     Raises:
@@ -67,10 +68,10 @@ def _number(
     own: Mapping[str, str],
     name: str,
     kind: Callable[[str], T],
-    default: T | None,
+    default: Default,
     least: T,
     most: T,
-) -> T | None:
+) -> T | Default:
     text = own.get(name)
     if text is None:
         return default

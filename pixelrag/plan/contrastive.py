@@ -42,7 +42,7 @@ class ContrastiveWorkload:
         self._config = config
         self._half = config.engine.precision == "bf16"
         encoder = outline_embedder(config.model, config.lora)
-        encoder = without_content(encoder, half_precision=self._half).train()
+        without_content(encoder, half_precision=self._half).train()
         self.container: nn.Module = biencoder.container_of(config, encoder)
         self.blocks: Sequence[nn.Module] = encoder.blocks()
         self._num_queries = -(-config.batch.rows(world_size) // world_size)
@@ -85,7 +85,7 @@ class ContrastiveWorkload:
         batch, loss = self._config.batch, self._config.loss
         queries = texts(self._num_queries, self._query)
         documents = self._documents(self._encoder)
-        guide = None
+        guide: tuple[torch.Tensor, torch.Tensor] | None = None
         positive_BK = torch.arange(0, self._num_documents, self._num_documents // self._num_queries)
         content_M = torch.arange(self._num_documents) if loss.mask_same_content else None
         for number in range(batch.gradient_accumulation_steps):
@@ -93,7 +93,10 @@ class ContrastiveWorkload:
             if self._guide is not None:
                 sides = queries, self._documents(self._guide)
                 chunks = [Chunking(batch.chunk_size, batch.chunk_tokens)(side) for side in sides]
-                guide = tuple(embed_chunks(self._guide, side, engine.device) for side in chunks)
+                query_BG, document_MG = (
+                    embed_chunks(self._guide, side, engine.device) for side in chunks
+                )
+                guide = query_BG, document_MG
             gradcache_step(
                 engine,
                 self._chunking(queries),

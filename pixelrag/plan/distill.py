@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from pixelrag.config.distill import DistillConfig
+from pixelrag.config.distill_parts import StudentConfig, TeacherConfig
 from pixelrag.distributed.collectives import sum_over_ranks
 from pixelrag.engine import Engine
 from pixelrag.errors import ConfigError
@@ -117,6 +118,9 @@ class _Cached:
         head = self._model.with_head(states_NH, lambda _, head: head)
         return Projected(states_NH, head)
 
+    def close(self) -> None:
+        """Nothing is open."""
+
 
 class _Live(LiveTeacher):
     """A teacher beside the student, whole or sharded."""
@@ -155,6 +159,6 @@ def _teacher_of(config: DistillConfig) -> _Cached | _Live:
     return kind(config, model, half=wanted == "bf16")
 
 
-def _attention(section: object) -> str:
+def _attention(section: StudentConfig | TeacherConfig) -> str:
     """Flash attention is planned as the document-wise one, which keeps as little."""
     return "auto" if section.attention == "flash_attention_2" else section.attention

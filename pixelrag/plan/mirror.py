@@ -64,7 +64,7 @@ class MirrorGroup(dist.ProcessGroup):
     """Sum what is scattered in a copy of it, as gloo does."""
 
     def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]  # missing in torch's stubs
         self._ranks = size
         self._in_flight: dict[int, list[torch.Tensor]] = {}
 
@@ -73,7 +73,7 @@ class MirrorGroup(dist.ProcessGroup):
         return self._ranks
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> dist.distributed_c10d.GroupName:
         """As torch has registered it."""
         return dist.distributed_c10d._world.pg_names[self]
 
@@ -81,7 +81,9 @@ class MirrorGroup(dist.ProcessGroup):
         """As registered."""
         return BACKEND
 
-    def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
+    def allreduce(  # type: ignore[override]  # the one form that C++ calls
+        self, tensors: Sequence[torch.Tensor], opts: Any = None
+    ) -> Any:
         """Sums are multiplied; of equal values, the largest and the smallest are the same."""
         for tensor in tensors:
             TRAFFIC.add("all_reduce", _size(tensor))
@@ -93,7 +95,9 @@ class MirrorGroup(dist.ProcessGroup):
         """As `allreduce`."""
         return self.allreduce(tensors, opts)
 
-    def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
+    def broadcast(  # type: ignore[override]  # as above
+        self, tensors: Sequence[torch.Tensor], opts: Any = None
+    ) -> Any:
         """Everyone has it already."""
         for tensor in tensors:
             TRAFFIC.add("broadcast", _size(tensor))
@@ -138,7 +142,9 @@ class MirrorGroup(dist.ProcessGroup):
             self.reduce_scatter_single(output, whole)
         return _done(outputs)
 
-    def reduce_scatter(self, outputs: Any, parts: Any, opts: Any = None) -> Any:
+    def reduce_scatter(  # type: ignore[override]  # as above
+        self, outputs: Any, parts: Any, opts: Any = None
+    ) -> Any:
         """The same, from a list of parts."""
         for output, own in zip(outputs, parts, strict=True):
             TRAFFIC.add("reduce_scatter", sum(map(_size, own)))
@@ -170,7 +176,8 @@ def _size(tensor: torch.Tensor) -> int:
 def _done(result: Any) -> Any:
     future: Future = Future()
     future.set_result(result)
-    return torch._C._distributed_c10d._create_work_from_future(future)
+    c10d = torch._C._distributed_c10d
+    return c10d._create_work_from_future(future)  # type: ignore[attr-defined]  # missing in its stubs
 
 
 def _create(store: Any, rank: int, size: int, timeout: timedelta) -> MirrorGroup:

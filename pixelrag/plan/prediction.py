@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from pixelrag.config.base import JobConfig
 from pixelrag.distributed.env import World
 from pixelrag.engine import Engine
 from pixelrag.errors import ConfigError
 from pixelrag.plan.hardware import Cluster, Device
+from pixelrag.plan.jobs import PlannedConfig
 from pixelrag.plan.memory import BACKWARD, FROZEN, GRADIENTS, LOGITS, OPTIMIZER, WEIGHTS, Memory
 from pixelrag.plan.mirror import mirrored
 from pixelrag.plan.pretend import on_gpu
@@ -89,7 +89,7 @@ class Prediction:
 
 
 def predict(
-    config: JobConfig, world_size: int, lengths: Lengths, device: Device | None = None
+    config: PlannedConfig, world_size: int, lengths: Lengths, device: Device | None = None
 ) -> Prediction:
     """Simulate two steps; no process group may exist.
 
@@ -108,10 +108,11 @@ def predict(
         )
     simulation = Simulation()
     memory, built = simulation.memory, False
+    room = 0 if device is None else int(SHARE_OF_MEMORY * device.memory)
 
     def free() -> int:
         # Until the engine is built, models are on the host.
-        return max(int(SHARE_OF_MEMORY * device.memory) - (memory.live if built else 0), 0)
+        return max(room - (memory.live if built else 0), 0)
 
     gpu = contextlib.nullcontext() if device is None else on_gpu(free)
     with mirrored(world_size, gloo=device is None) as traffic, gpu:
@@ -156,7 +157,7 @@ def predict(
             )
 
 
-def _take_step(config: JobConfig, job: Workload, engine: Engine, memory: Memory) -> None:
+def _take_step(config: PlannedConfig, job: Workload, engine: Engine, memory: Memory) -> None:
     if (ema := averaging_of(config)) is not None:
         set_decay(engine.optimizer, ema, 0)
     job.step(engine)

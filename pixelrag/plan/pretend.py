@@ -20,7 +20,7 @@ _GPU = torch.device("cuda")
 def on_gpu(free: Callable[[], int]) -> Iterator[None]:
     """Choose sizes of chunks, blocks and tiles as on a GPU with so many bytes free."""
     rows, scratch = kd_blocks.rows_per_block, kd_blocks.scratch_bytes_per_token
-    attention = F.scaled_dot_product_attention
+    attention: Callable[..., torch.Tensor] = F.scaled_dot_product_attention
 
     def fused(*args: Any, dropout_p: float = 0.0, **kwargs: Any) -> torch.Tensor:
         # A GPU's kernels drop out as they go; the CPU's keeps every weight for that.

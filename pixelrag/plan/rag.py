@@ -18,7 +18,7 @@ from pixelrag.gradcache.rag_batch import RagBatch
 from pixelrag.models.embedder import Embedder
 from pixelrag.models.generator_load import outline_generator
 from pixelrag.models.load import outline_embedder
-from pixelrag.plan.workload import Lengths, capped, texts, without_content
+from pixelrag.plan.workload import Lengths, M, capped, texts, without_content
 from pixelrag.retrieval.encode import encode
 from pixelrag.retrieval.index import bytes_of_index
 from pixelrag.retrieval.recipe import index_settings
@@ -74,7 +74,7 @@ class RagWorkload:
         lora = self._config.encoder_lora if part in self._config.train else LoraConfig()
         return self._placed(outline_embedder(encoder, lora), part)
 
-    def _placed(self, model: nn.Module, part: str) -> nn.Module:
+    def _placed(self, model: M, part: str) -> M:
         if part not in self._config.train:
             model.requires_grad_(False)
         return without_content(model, half_precision=self._config.engine.precision == "bf16")
@@ -144,14 +144,15 @@ class RagWorkload:
         lengths = reader.prompt_max_length, reader.target_max_length
         apart, joint = _reading(num * k, *lengths), _reading(num, *lengths, together=k)
         fused = objective.answer == "fid"
-        readings = None
+        readings: dict[str, torch.Tensor] | None = None
         if objective.leaves_out:
             readings = _reading(num * k, *lengths, together=k)
         elif objective.watches:
             readings = joint if self._model.generator.is_seq2seq else apart
         elif objective.reads_apart:
             readings = apart
-        if objective.watches and not self._model.generator.is_seq2seq:
+        decodes = not self._model.generator.is_seq2seq
+        if readings is not None and objective.watches and decodes:
             readings |= {"passage_mask": torch.ones_like(apart["input_ids"])}
         return RagBatch(
             queries=texts(num, self._question),

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pixelrag.config.base import JobConfig
 from pixelrag.config.contrastive import ContrastiveConfig
 from pixelrag.config.distill import DistillConfig
+from pixelrag.config.rag import RagConfig
 from pixelrag.plan.hardware import Cluster
+from pixelrag.plan.jobs import PlannedConfig
 from pixelrag.plan.prediction import Prediction, predict
 from pixelrag.plan.workload import Lengths
 
@@ -24,7 +25,7 @@ class Alternative:
         prediction: what it costs.
     """
 
-    config: JobConfig
+    config: PlannedConfig
     prediction: Prediction
 
     @property
@@ -51,9 +52,11 @@ class Alternative:
         return flags
 
 
-def engines(config: JobConfig, cluster: Cluster, lengths: Lengths, mfu: float) -> list[Alternative]:
+def engines(
+    config: PlannedConfig, cluster: Cluster, lengths: Lengths, mfu: float
+) -> list[Alternative]:
     """The job on every engine that its configuration can have: what fits and is fastest first."""
-    names = ENGINES
+    names: Sequence[str] = ENGINES
     if config.engine.deepspeed is not None:  # a file is of one stage
         names = (config.engine.name,)
     found = []
@@ -71,19 +74,19 @@ def engines(config: JobConfig, cluster: Cluster, lengths: Lengths, mfu: float) -
     return sorted(found, key=order)
 
 
-def size_option(config: JobConfig) -> str:
+def size_option(config: PlannedConfig) -> str:
     """What sets the memory and leaves the gradient alone, in `batch`."""
     if isinstance(config, DistillConfig):
         return "per_device_batch_size"
     return "chunk_size" if isinstance(config, ContrastiveConfig) else "generator_chunk_size"
 
 
-def is_whole(config: JobConfig, world_size: int) -> bool:
+def is_whole(config: PlannedConfig, world_size: int) -> bool:
     """Whether the chunk or micro-batch is all that a rank has in a step: none can be larger."""
     return _now(config) >= _rows(config, world_size)
 
 
-def largest(config: JobConfig, cluster: Cluster, lengths: Lengths) -> Alternative | None:
+def largest(config: PlannedConfig, cluster: Cluster, lengths: Lengths) -> Alternative | None:
     """The job with the largest chunk or micro-batch that fits; None where not even one row does.
 
     The configured size is doubled until it no longer fits, or halved until it does. A chunk size
@@ -105,18 +108,18 @@ def largest(config: JobConfig, cluster: Cluster, lengths: Lengths) -> Alternativ
     return best
 
 
-def _now(config: JobConfig) -> int:
+def _now(config: PlannedConfig) -> int:
     value = getattr(config.batch, size_option(config))
     return 1 if value == "auto" else value
 
 
-def _rows(config: JobConfig, world_size: int) -> int:
+def _rows(config: PlannedConfig, world_size: int) -> int:
     """What a rank has in a step: rows, or prompts of a RAG job."""
     rows = -(-config.batch.rows(world_size) // world_size)
-    return rows * (config.retrieval.k if size_option(config) == "generator_chunk_size" else 1)
+    return rows * (config.retrieval.k if isinstance(config, RagConfig) else 1)
 
 
-def _sizes(config: JobConfig, world_size: int) -> Sequence[tuple[int, JobConfig]]:
+def _sizes(config: PlannedConfig, world_size: int) -> Sequence[tuple[int, PlannedConfig]]:
     """The configured size, its halves, and its doubles up to all that a rank has in a step."""
     batch, option, now = config.batch, size_option(config), _now(config)
     if getattr(batch, option) == "auto":
@@ -136,5 +139,5 @@ def _sizes(config: JobConfig, world_size: int) -> Sequence[tuple[int, JobConfig]
     ]
 
 
-def _tried(config: JobConfig, cluster: Cluster, lengths: Lengths) -> Alternative:
+def _tried(config: PlannedConfig, cluster: Cluster, lengths: Lengths) -> Alternative:
     return Alternative(config, predict(config, cluster.world_size, lengths, cluster.device))

@@ -16,6 +16,7 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -84,14 +85,11 @@ class Simulation(TorchDispatchMode):
             self.memory.resized(storage)
             return result
 
-        torch.UntypedStorage.resize_ = watched
-        try:
-            with warnings.catch_warnings(), self:
-                # DeepSpeed looks at the alignment of addresses, which are none.
-                warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTen")
-                yield self
-        finally:
-            torch.UntypedStorage.resize_ = resize
+        replaced = mock.patch.object(torch.UntypedStorage, "resize_", watched)
+        with replaced, warnings.catch_warnings(), self:
+            # DeepSpeed looks at the alignment of addresses, which are none.
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTen")
+            yield self
 
     def counted(self) -> tuple[int, int, int]:
         """So far: `flops`, `touched` and `launches`."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pixelrag.config.base import JobConfig
 from pixelrag.config.distill import DistillConfig
 from pixelrag.plan.hardware import Cluster
+from pixelrag.plan.jobs import PlannedConfig
 from pixelrag.plan.prediction import Prediction
 from pixelrag.plan.search import Alternative, is_whole, size_option
 
 GIB = 1 << 30
 
 
-def lines_of(config: JobConfig, prediction: Prediction, cluster: Cluster, mfu: float) -> list[str]:
+def lines_of(
+    config: PlannedConfig, prediction: Prediction, cluster: Cluster, mfu: float
+) -> list[str]:
     """Memory, traffic and time of a rank's step.
 
     Args:
@@ -46,8 +48,8 @@ def lines_of(config: JobConfig, prediction: Prediction, cluster: Cluster, mfu: f
         "traffic of a rank in a step                   calls          MiB",
     ]
     for kind in sorted(prediction.calls):
-        size = prediction.bytes[kind] / (1 << 20)
-        lines.append(f"  {kind:<40} {prediction.calls[kind]:>8,} {size:>12,.2f}")
+        mib = prediction.bytes[kind] / (1 << 20)
+        lines.append(f"  {kind:<40} {prediction.calls[kind]:>8,} {mib:>12,.2f}")
     lines += [
         f"  {'sent, in rings':<40} {'':>8} {prediction.sent / (1 << 20):>12,.2f}",
         "",

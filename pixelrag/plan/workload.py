@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
-from pixelrag.config.base import JobConfig
 from pixelrag.engine import Engine
 from pixelrag.errors import ConfigError
 from pixelrag.models.settings import position_limit
+from pixelrag.plan.jobs import PlannedConfig
 from pixelrag.train.optimizer import PartOf
 
 _FLAGS = {
@@ -23,6 +23,7 @@ _FLAGS = {
     "supervised": "supervised",
     "passages": "passages",
 }
+M = TypeVar("M", bound=nn.Module)
 Inputs = dict[str, torch.Tensor]
 
 
@@ -61,18 +62,24 @@ class Workload(Protocol):
     Attributes:
         container: everything that is trained.
         blocks: of it, to shard.
-        part_of: see `train.optimizer.adamw`; None = the job has no learning rates by part.
-        frozen: models beside the container.
         vocab_sizes: columns of what counts as logits.
-        index_bytes: of host memory that a rank uses for retrieval, by what for.
     """
 
     container: nn.Module
     blocks: Sequence[nn.Module]
-    part_of: PartOf | None
-    frozen: Sequence[nn.Module]
     vocab_sizes: frozenset[int]
-    index_bytes: Mapping[str, int]
+
+    @property
+    def part_of(self) -> PartOf | None:
+        """See `train.optimizer.adamw`; None = the job has no learning rates by part."""
+
+    @property
+    def frozen(self) -> Sequence[nn.Module]:
+        """Models beside the container."""
+
+    @property
+    def index_bytes(self) -> Mapping[str, int]:
+        """Of host memory that a rank uses for retrieval, by what for."""
 
     def begin(self) -> None:
         """Place models beside the container; before the engine is built."""
@@ -85,7 +92,7 @@ class Workload(Protocol):
         """Tokens of this rank in a step."""
 
 
-def workload_of(config: JobConfig, lengths: Lengths, world_size: int) -> Workload:
+def workload_of(config: PlannedConfig, lengths: Lengths, world_size: int) -> Workload:
     """The job's models and step; inside the simulation's fake mode."""
     from pixelrag.config.distill import DistillConfig
     from pixelrag.config.rag import RagConfig
@@ -103,7 +110,7 @@ def workload_of(config: JobConfig, lengths: Lengths, world_size: int) -> Workloa
     return ContrastiveWorkload(config, lengths, world_size)
 
 
-def without_content(module: nn.Module, *, half_precision: bool) -> nn.Module:
+def without_content(module: M, *, half_precision: bool) -> M:
     """The module with tensors of the surrounding fake mode in place of those on `meta`.
 
     Args:
@@ -131,7 +138,7 @@ def without_content(module: nn.Module, *, half_precision: bool) -> nn.Module:
 
 def stays_put(module: nn.Module) -> nn.Module:
     """The module, deaf to `.to(device)`: it is where it is simulated."""
-    module.to = lambda *_, **__: module
+    vars(module)["to"] = lambda *_, **__: module
     return module
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from pixelrag.data.content import content_of
 from pixelrag.data.pairs import PairDataset
 from pixelrag.data.sampler import GlobalBatchSampler
-from pixelrag.data.schema import Document
+from pixelrag.data.schema import Document, PairRow
 from pixelrag.data.step_loader import load_ahead
 from pixelrag.evaluate.pairs import document_length
 from pixelrag.models.preprocess import Preprocessor
@@ -53,7 +53,7 @@ class PairCollator(Dataset):
 
     def __init__(
         self,
-        dataset: PairDataset,
+        dataset: PairDataset | Sequence[PairRow],
         preprocessor: Preprocessor,
         guide: Preprocessor | None = None,
         *,

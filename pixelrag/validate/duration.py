@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from pixelrag.config.base import JobConfig
 from pixelrag.distributed.env import choose_device
 from pixelrag.errors import EngineError, PixelragError
+from pixelrag.plan.jobs import PlannedConfig
 
 MFU = 0.4
 """Share of a GPU's peak that training reaches with large models; small ones reach less."""
@@ -32,7 +32,7 @@ class Hardware:
 
 
 def duration(
-    config: JobConfig, flops: float, steps: int, hardware: Hardware, **lengths: float
+    config: PlannedConfig, flops: float, steps: int, hardware: Hardware, **lengths: float
 ) -> str:
     """The time of a whole run as a sentence.
 
@@ -63,7 +63,7 @@ def duration(
 
 
 def _planned(
-    config: JobConfig, steps: int, hardware: Hardware, lengths: Mapping[str, float]
+    config: PlannedConfig, steps: int, hardware: Hardware, lengths: Mapping[str, float]
 ) -> str:
     """By the planner, for a device that it knows."""
     from pixelrag.plan.hardware import DEVICES, Cluster

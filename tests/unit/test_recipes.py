@@ -71,6 +71,7 @@ def test_a_deepspeed_file_resolves_without_a_leftover(path: Path, bf16: bool, tm
         bf16=bf16,
         per_chunk=False,
         resident=False,
+        num_trained=1000,
         offload_optimizer=config.engine.offload_optimizer,
     )
     assert "'auto'" not in str(resolved)

@@ -15,6 +15,7 @@ release = version = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "options"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
+html_show_copyright = False
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_title = "pixelrag"
